@@ -694,7 +694,8 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         if not math.isfinite(norms[-1]):
             raise RuntimeError(
                 f"step {step}: the gradient norm is {norms[-1]}, so this update was not made. Look at the rewards and "
-                "sampling/logprob_diff_mean of the last steps; lower --learning_rate, or --compute_dtype float32."
+                "sampling/logprob_diff_mean of the last steps; lower --learning_rate, or --compute_dtype float32. "
+                f"{checks.why_not_finite(part)}"
             )
         for group in optimizer.param_groups:
             group["lr"] = lr_at(number, cfg) * group.get("lr_scale", 1.0)
@@ -707,7 +708,6 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     return metrics | {f"lr/{group.get('name', i)}" if i else "lr": group["lr"] for i, group in groups}
 
 
-@checks.read_once()  # whether losses are finite is checked once, at the end: each check waits for the GPU
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 

@@ -10,8 +10,7 @@ from torch import Tensor
 import utils
 from algorithms.distillation import check_teacher
 from config import ConfigError, TrainConfig, known_name
-from inputs.trajectory import same_row, stands_in
-from safety.calls import warn_once
+from inputs.trajectory import stands_in
 
 TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
 # Of Batch, if a function asks.
@@ -22,7 +21,9 @@ FIELDS += ("current_logprobs",)
 def check_functions(functions: dict[str, Callable], advantage: Callable, cfg: TrainConfig) -> None:
     """ConfigError for settings with which these cannot work. functions: in use, by the flag that names each."""
     for name, function in functions.items():
-        check_needs(name, function)
+        known_name(f"{name}: .weights", getattr(function, "weights", "agg"), ("agg", "sum"))
+        for field in getattr(function, "needs", ()):
+            known_name(f"{name}: .needs", field, FIELDS)
         if fault := getattr(function, "check", lambda cfg: None)(cfg):
             raise ConfigError(f"{name}: {fault}.")
     check_teacher(functions, cfg)
@@ -35,16 +36,6 @@ def check_functions(functions: dict[str, Callable], advantage: Callable, cfg: Tr
             )
 
 
-def check_needs(name: str, function: Callable) -> None:
-    """ConfigError if `needs` below a function is no tuple of known fields, or `weights` no known way."""
-    known_name(f"{name}: .weights", getattr(function, "weights", "agg"), ("agg", "sum"))
-    asked = getattr(function, "needs", ())
-    if isinstance(asked, str):
-        raise ConfigError(f'{name}: .needs = "{asked}" is text; write a tuple, .needs = ("{asked}",).')
-    for field in asked:
-        known_name(f"{name}: .needs", field, FIELDS)
-
-
 @contextlib.contextmanager
 def explained(name: str, batch) -> Iterator[None]:
     """An error within is told what of the batch nobody has computed."""
@@ -54,8 +45,7 @@ def explained(name: str, batch) -> Iterator[None]:
         absent = ", ".join(field for field in FIELDS if getattr(batch, field, None) is None)
         error.add_note(
             f"In {name}. Of the batch these are None, as no function asks for them: {absent}. Write FUNCTION.needs = "
-            f'("FIELD",) below the one that reads it. batch.extras has {sorted(batch.extras) or "nothing"}: it is '
-            'filled by FUNCTION.prepare and t.info["extras"].'
+            f'("FIELD",) below the one that reads it. batch.extras has {sorted(batch.extras) or "nothing"}.'
         )
         raise
 
@@ -88,7 +78,10 @@ def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict
     with explained(name, batch):
         result = advantage(batch, cfg)
     advantages, stats = result if isinstance(result, tuple) else (result, {})
-    return checked(name, advantages, batch, "spread(values, batch.loss_mask) makes it from [B]"), dict(stats)
+    advantages = checked(name, advantages, batch, "spread(values, batch.loss_mask) makes it from [B]")
+    if not advantages.isfinite().all():
+        raise ValueError(f"{name} returned nan or infinity on a sampled token. {why_not_finite(batch)}")
+    return advantages, dict(stats)
 
 
 def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -103,10 +96,7 @@ def check_term(name: str, term: Tensor, batch) -> Tensor:
     """A part of the loss, if it can be added up and trains something."""
     term = checked(name, term, batch, "do not average: --loss_agg does")
     if torch.is_grad_enabled() and not term.requires_grad and bool(term.any()):
-        raise ValueError(
-            f"{name} returned a term without a gradient: it would move the loss and train nothing. Take logprobs or "
-            "entropy into it without .detach(); a number to log goes into the statistics."
-        )
+        raise ValueError(f"{name} returned a term without a gradient, which trains nothing: no .detach() on logprobs.")
     return term
 
 
@@ -125,47 +115,20 @@ def check_statistics(name: str, statistics: dict, batch) -> dict:
     return statistics
 
 
-def unknown_in(batch) -> str:
-    """Fields of Batch that are nan on some sampled tokens: of a teacher that was not asked, of a demonstration."""
+def why_not_finite(batch) -> str:
+    """Which fields of Batch are nan on some sampled tokens: of a teacher that was not asked, of a demonstration."""
     by_token = {n: v for n, v in vars(batch).items() if isinstance(v, Tensor) and v.shape == batch.loss_mask.shape}
-    return " and ".join(f"batch.{n}" for n, v in by_token.items() if v[batch.loss_mask > 0].isnan().any())
+    unknown = " and ".join(f"batch.{n}" for n, v in by_token.items() if v[batch.loss_mask > 0].isnan().any())
+    return f"{unknown} has nan on some." if unknown else "Does something divide by a std or a length of 0?"
 
 
 def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
-    """[B, T] with 0 where nothing was sampled. ValueError for another shape; for what is not finite, by `read_once`."""
+    """[B, T] with 0 where nothing was sampled. ValueError for another shape."""
     shape = tuple(batch.loss_mask.shape)
     if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
         got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
         raise ValueError(f"{name} returned {got}; it must be a value per token, {shape}: {remedy}.")
-    matrix = matrix.where(batch.loss_mask > 0, 0)  # elsewhere log-probs are 0: log(1 - p) would be inf, times 0 nan
-    with read_once():
-        _finite.append((name, batch, torch.isfinite(matrix.detach()).all()))
-    return matrix
-
-
-# Of what was checked: whose it is, the batch, and whether it is finite, not read yet.
-_finite: list[tuple[str, object, Tensor]] = []
-_open = 0  # `read_once` blocks around us
-
-
-@contextlib.contextmanager
-def read_once() -> Iterator[None]:
-    """What is `checked` within is known to be finite at the end, by one read: each waits for the GPU."""
-    global _open
-    _open += 1
-    try:
-        yield
-        if _open == 1 and _finite:
-            good = torch.stack([finite for *_, finite in _finite]).tolist()
-            if not all(good):
-                name, batch, _ = _finite[good.index(False)]
-                unknown = unknown_in(batch)
-                why = f"{unknown} has nan on some." if unknown else "Does it divide by a std or a length of 0?"
-                raise ValueError(f"{name} returned nan or infinity on a sampled token. {why}")
-    finally:
-        _open -= 1
-        if not _open:
-            _finite.clear()
+    return matrix.where(batch.loss_mask > 0, 0)  # elsewhere log-probs are 0: log(1 - p) would be inf, times 0 nan
 
 
 # ---- numbers over ranks ---------------------------------------------------------------------------------------------
@@ -184,23 +147,7 @@ def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
     row_numbers = {id(t.row): t.info["row_number"] for t in reversed(sampled) if "row_number" in t.info}
     for t in played:
         t.info = t.info | ({"row_number": row_numbers[id(t.row)]} if id(t.row) in row_numbers else {})
-    warn_of_mixed_groups(played)
     return sorted(played or trajectories, key=lambda t: t.group), over_ranks(numbers, len(played))
-
-
-def warn_of_mixed_groups(trajectories: list) -> None:
-    """A warning where completions of different data rows have one group number: a remembered trajectory keeps the one
-    that it had in its own step, where another prompt had it."""
-    first: dict[int, object] = {}  # of each group
-    for t in trajectories:
-        rows = [one.info.get("row_number") for one in (first.setdefault(t.group, t), t)]
-        if None not in rows and rows[0] != rows[1] and not same_row(t.row, first[t.group].row):
-            warn_once(
-                f"after_rollout: completions of rows {rows[0]} and {rows[1]} are in one group ({t.group}), so "
-                "advantages compare answers to different prompts. Give a remembered trajectory the number of a group "
-                "of its row in this step, replace(t, group=...), or a free one.",
-                kind="mixed groups",
-            )
 
 
 def logged(numbers: dict, batch) -> dict[str, float]:

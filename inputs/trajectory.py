@@ -143,18 +143,6 @@ def without_unscored(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
     return [[t for t in group if is_scored(t)] or group for group in groups]
 
 
-def same_row(given, row: dict) -> bool:
-    """Whether it is the row, or a copy of it, perhaps with more columns."""
-
-    def equal(a, b) -> bool:
-        try:
-            return a is b or bool(a == b)
-        except Exception:  # arrays, and objects of somebody else's
-            return repr(a) == repr(b)
-
-    return given is row or isinstance(given, dict) and all(k in given and equal(given[k], row[k]) for k in row)
-
-
 def end_to_end(experts: list[np.ndarray | None]) -> np.ndarray | None:
     """Experts of rows, one behind the other; None if those of one are not known."""
     return None if any(one is None for one in experts) else np.concatenate(experts)
