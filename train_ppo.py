@@ -141,8 +141,8 @@ class CriticTrainer:
         if cfg.strategy == "fsdp" and cfg.dtype != "float32":  # the value head is in float32
             raise ConfigError(f"--strategy fsdp --dtype {cfg.dtype}: its shards have one dtype; use fsdp2, or float32.")
         if cfg.critic_model_id:
-            tokenizer, remedy = getattr(processor, "tokenizer", processor), "or leave the flag out"
-            teachers.check_reads_alike(tokenizer, cfg, "--critic_model_id", "Leave the flag out", remedy)
+            tokenizer = getattr(processor, "tokenizer", processor)
+            teachers.check_reads_alike(tokenizer, cfg, "--critic_model_id", "leave the flag out")
 
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)

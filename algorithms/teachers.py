@@ -21,10 +21,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import utils
+from algorithms import checks
 from algorithms.distillation import distill_metrics
 from batch import Batch, collate
-from config import ConfigError, TrainConfig, function_path, load_function, shorten
+from config import ConfigError, TrainConfig, function_path, known_name, load_function, shorten
 from data import columns_of
 from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import is_vision, prompt_ids
@@ -38,19 +38,16 @@ from serving.teacher import TeacherError, TeacherServers
 
 def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
     """ConfigError for a teacher that cannot teach this policy, before anything is trained. rows: of the domain."""
-    if cfg.teacher_prompt and not function_path(cfg.teacher_prompt):
-        in_all = cfg.teacher_prompt in (columns_of(rows) or ())  # of rows on disk known without reading one
-        if lacking := next((row for row in (() if in_all else rows) if cfg.teacher_prompt not in row), None):
-            raise ConfigError(
-                f"--teacher_prompt={cfg.teacher_prompt} is no column of the row with prompt "
-                f"{shorten(lacking['prompt'])}, which has {', '.join(lacking)}; name one, or file.py:function."
-            )
-    elif cfg.teacher_prompt:
+    if cfg.teacher_prompt and function_path(cfg.teacher_prompt):
         load_function(cfg.teacher_prompt)
+    elif cfg.teacher_prompt:
+        known_name(
+            "--teacher_prompt (columns of all rows, or file.py:function)", cfg.teacher_prompt, columns_of(rows) or ()
+        )
     tokenizer = getattr(processor, "tokenizer", processor)
     if cfg.teacher_id:
-        remedy = "or train on a teacher's answers (supervised) first"
-        check_reads_alike(tokenizer, cfg, "--teacher_id", "Serve it: --teacher_urls of a vllm_server.py", remedy)
+        remedy = "serve it (--teacher_urls), or train on a teacher's answers (supervised) first"
+        check_reads_alike(tokenizer, cfg, "--teacher_id", remedy)
     if cfg.teacher_urls:
         if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
             raise ConfigError(
@@ -63,23 +60,18 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk, cfg.server_timeout)
 
 
-def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, for_images: str, for_words: str) -> None:
-    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. The last two: what
-    else could be done."""
-    name = getattr(cfg, flag.removeprefix("--"))
-    ours, theirs = load_config(cfg.model_id), load_config(name, flag)
-    if takes_images(ours) and ours.model_type != theirs.model_type:
-        raise ConfigError(
-            f"{flag}={name} is a {theirs.model_type}, and the policy a {ours.model_type}: it would get images as the "
-            f"policy's processor prepares them. {for_images}."
-        )
-    theirs = load_processor(name, flag)
+def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> None:
+    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. instead: what else
+    could be done."""
+    name, of_policy = getattr(cfg, flag.removeprefix("--")), load_config(cfg.model_id)
+    kind, theirs = load_config(name, flag).model_type, load_processor(name, flag)
     unlike = tokenizer.get_vocab().items() - getattr(theirs, "tokenizer", theirs).get_vocab().items()
-    if unlike:
-        text, token = min(unlike, key=lambda pair: pair[1])
+    if unlike or (takes_images(of_policy) and kind != of_policy.model_type):
+        text, token = min(unlike, key=lambda pair: pair[1], default=("", 0))
+        first = f" (token {token} is {text!r} for the policy)" if unlike else ""
         raise ConfigError(
-            f"{flag}={name} has another vocabulary: token {token} is {text!r} for the policy and not there, so "
-            f"it would read other texts. Take a model of the policy's family, {for_words}."
+            f"{flag}={name} is a {kind}, the policy a {of_policy.model_type}, and reads other texts or images{first}. "
+            f"Take a model of the policy's family, or {instead}."
         )
 
 
@@ -197,7 +189,8 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
     of a teacher in this process are computed here. run, all_logprobs: train_grpo.py's."""
     if not cfg.has_teacher:
         return {}
-    metrics = seconds(trajectories)
+    took = torch.tensor([t.info["teacher_seconds"] for t in trajectories if "teacher_seconds" in t.info])
+    metrics = checks.over_ranks({"distill/seconds": took, "distill/seconds_max": took}, len(took))
     complete(batch, cfg)
     if in_this_process(cfg):
         teacher, _ = run.teacher or (run.policy, run.inner)  # itself, by another prompt
@@ -218,14 +211,6 @@ def complete(batch: Batch, cfg: TrainConfig) -> None:
     if cfg.distill_topk and batch.teacher_top is None:
         batch.teacher_top = mask.new_zeros(*mask.shape, cfg.distill_topk, dtype=torch.int64)
         batch.teacher_top_logprobs = mask.new_full(batch.teacher_top.shape, -math.inf)
-
-
-def seconds(trajectories: list[Trajectory]) -> dict[str, float]:
-    """What servers took, from asking to the answer, over all ranks, which all call it."""
-    took = [t.info["teacher_seconds"] for t in trajectories if "teacher_seconds" in t.info]
-    values, longest = torch.tensor(took or [0.0]), utils.all_max(max(took, default=0.0))
-    mean = float(utils.global_mean(values, torch.full_like(values, bool(took))))
-    return {"distill/seconds": mean, "distill/seconds_max": longest} if longest else {}
 
 
 def in_this_process(cfg: TrainConfig) -> bool:
