@@ -4,10 +4,9 @@ Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there
 --judge_url has the address of one of --server_urls, its own token. That one goes nowhere else.
 
 A judge's answer has one grammar: it ends by itself, and the whole of it or its last line is a JSON object with a number
-`score`, or `Score: N`; N from 0 to 10. The server is asked to keep to that form (response_format), where it can. What
-does not fit is asked for once more. After that, and where the server gives no answer within the reward's time limit
-(safety/http.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
-completions shows what was said.
+`score`, or `Score: N`; N from 0 to 10. What does not fit is asked for once more. After that, and where the server gives
+no answer within the reward's time limit (safety/http.py), the reward does not apply; `unread` and `unanswered` count
+those, and the column `judge` of the completions shows what was said.
 """
 
 import json
@@ -32,15 +31,10 @@ N is a number from 0 (wrong) to 10 (right)."""
 REMINDER = """
 
 End your reply with a line {"score": N}, N a number from 0 to 10, and nothing after it."""
-NUMBER = {"type": "number", "minimum": 0, "maximum": 10}
-SCHEMA = {"type": "object", "properties": {"reason": {"type": "string"}, "score": NUMBER}}
-SCHEMA |= {"required": ["reason", "score"], "additionalProperties": False}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": SCHEMA}}
 SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ ]*\.?[*_ ]*", re.IGNORECASE)
 
 MAX_TOKENS = 4000  # most tokens of its answer, its thinking included
 THREADS = ThreadPoolExecutor(256, "judge")  # a thread a question under way
-UNSTRUCTURED: set[tuple] = set()  # judges that refuse response_format, by address and name
 
 
 def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
@@ -67,32 +61,19 @@ judge.per_trajectory = True
 
 
 def fill_in(template: str, row: dict) -> str:
-    """The template with {name} replaced by row["name"], as it is: braces in a value mean nothing. Unlike str.format it
-    knows names alone, as {prompt.__class__} or {completion:>99999999} would do more than the data's owner expects."""
-
-    def filled(found: re.Match) -> str:
-        if found[0] in ("{{", "}}"):
-            return found[0][0]
-        if found[1] not in row:
-            raise ValueError(
-                f"the judge's template: {found[0]} is not one of its columns; in braces stand {', '.join(row)}. Write "
-                "{{ and }} for braces."
-            )
-        return "" if row[found[1]] is None else str(row[found[1]])
-
-    return re.sub(r"\{\{|\}\}|\{([^{}]*)\}", filled, template)
+    """The template with {name} replaced by row["name"], as it is: braces in a value mean nothing."""
+    try:
+        return template.format_map({name: "" if value is None else value for name, value in row.items()})
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"the judge's template: {error} is none of its columns, {', '.join(row)}. Write {{{{ and }}}} for braces."
+        ) from None
 
 
 def token_for(url: str, cfg) -> str:
-    """The token to send to a judge at `url`."""
-    if token := secrets.read("JUDGE_TOKEN"):
-        return token
-    return secrets.read("VLLM_SERVER_TOKEN", cfg.server_token) if is_own(url, cfg) else ""
-
-
-def is_own(url: str, cfg) -> bool:
-    """Whether the policy's own server is the judge, which knows its token."""
-    return cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
+    """The token to send to a judge at `url`: its own, or the policy's where that server is the judge."""
+    is_own = cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
+    return secrets.read("JUDGE_TOKEN") or (secrets.read("VLLM_SERVER_TOKEN", cfg.server_token) if is_own else "")
 
 
 def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:
@@ -106,49 +87,29 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
         try:
             text, ending = answer_of(question + REMINDER * (attempt - 1), cfg, deadline)
         except http.NoAnswer as error:
-            if error.status != 200:
-                warn_once(f"no score from the judge: {error}", kind="no score from the judge")
-                return unscored(attempt, str(error), unanswered=1)
-            text, fault = "", str(error)
-        else:
-            score, fault = read_score(text), 'it ends neither with {"score": N} nor with `Score: N`, N from 0 to 10'
-            if ending == "length":
-                fault = f"cut off at {MAX_TOKENS} tokens"
-            elif ending not in ("stop", None):
-                fault = f"it did not end by itself: finish_reason {ending!r:.50}"
-            elif score is not None:
-                return {"reward": score / 10, "attempts": attempt, "unread": 0, "unanswered": 0}, text
+            warn_once(f"no score from the judge: {error}", kind="no score from the judge")
+            return unscored(attempt, str(error), unanswered=1)
+        whole = ending in ("stop", None)
+        if whole and (score := read_score(text)) is not None:
+            return {"reward": score / 10, "attempts": attempt, "unread": 0, "unanswered": 0}, text
+    fault = 'it ends neither with {"score": N} nor with `Score: N`, N from 0 to 10'
+    if not whole:
+        fault = f"it did not end by itself within {MAX_TOKENS} tokens: finish_reason {ending!r:.50}"
     warn_once(f"the judge at {http.origin(cfg.judge_url)} gave an answer that does not count: {fault}", kind=fault)
     return unscored(attempt, fault, text, unread=1)
 
 
 def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
-    """(text, finish_reason). NoAnswer where there is none; with status 200 where it has no such form."""
-    body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}]}
-    body["max_tokens"] = MAX_TOKENS
-    url, judge_asked = http.route(cfg.judge_url, "/chat/completions"), (cfg.judge_url, cfg.judge_model)
-
-    def ask(**more) -> dict:
-        left = max(deadline - time.monotonic(), 0)
-        return http.ask("POST", url, left, body | more, token_for(cfg.judge_url, cfg))
-
-    if judge_asked in UNSTRUCTURED:
-        found = ask()
-    else:
-        try:
-            found = ask(response_format=FORMAT)
-        except http.NoAnswer as error:
-            if error.status not in (400, 404, 415, 422, 501):
-                raise
-            found = ask()  # if that is refused too, response_format was not the reason
-            UNSTRUCTURED.add(judge_asked)
+    """(text, finish_reason). NoAnswer where there is none."""
+    body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
+    url, left = http.route(cfg.judge_url, "/chat/completions"), max(deadline - time.monotonic(), 0)
+    found = http.ask("POST", url, left, body, token_for(cfg.judge_url, cfg))
     try:
         choice = found["choices"][0]
-        text, ending = choice["message"]["content"], choice.get("finish_reason")
+        return choice["message"]["content"] or "", choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
         what = f"{http.origin(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
-        raise http.NoAnswer(what, 200) from None
-    return text if isinstance(text, str) else "", ending
+        raise http.NoAnswer(what) from None
 
 
 def read_score(text: str) -> float | None:

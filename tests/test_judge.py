@@ -25,8 +25,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append(body | {"path": self.path, "token": self.headers["Authorization"]})
-        if "response_format" in body and not self.server.structured:
-            return self.answer(400, {"error": {"message": "response_format is not supported"}})
         said = self.server.said
         one = said.pop(0) if len(said) > 1 else said[0]
         if one is None:
@@ -51,9 +49,9 @@ def served():
     """served(*said) -> a real HTTP server that says that, with its `url`."""
     servers = []
 
-    def start(*said, structured=True):
+    def start(*said):
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.said, server.seen, server.structured = list(said), [], structured
+        server.said, server.seen = list(said), []
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
@@ -65,12 +63,11 @@ def served():
 
 
 @pytest.fixture
-def judged(served, monkeypatch):
+def judged(served):
     """judged(*said, **settings) -> (what the judge's function returns for a completion, its server)."""
-    monkeypatch.setattr(judge, "UNSTRUCTURED", set())
 
-    def ask(*said, structured=True, path="/v1", log_extra=None, **settings):
-        server = served(*said, structured=structured)
+    def ask(*said, path="/v1", log_extra=None, **settings):
+        server = served(*said)
         settings = {"judge_url": server.url + path, "judge_model": "j"} | settings
         cfg = TrainConfig(reward_funcs=["judge"], **settings)
         check(cfg)
@@ -99,8 +96,6 @@ def test_a_judges_answer_has_one_grammar(text, score):
 def test_judge(judged, tmp_path):
     found, server = judged("Score: 7")
     assert found == {"reward": 0.7, "attempts": 1, "unread": 0, "unanswered": 0}
-    schema = server.seen[0]["response_format"]["json_schema"]["schema"]
-    assert schema["required"] == ["reason", "score"] and schema["properties"]["score"]["maximum"] == 10
     assert judged(None, 500, "Score: 2")[0]["reward"] == 0.2  # a connection that breaks and a server that fails once
     (tmp_path / "t.txt").write_text("{prompt}|{completion}|{answer}", encoding="utf-8")
     found, server = judged("Score: 7", judge_template=str(tmp_path / "t.txt"))
@@ -114,8 +109,8 @@ def test_a_template_knows_columns_only():
     assert judge.fill_in("{{{prompt}}} {answer}: {completion}", row) == (
         "{q {answer}} {'a': 1}: {prompt.__class__} {0} }{"
     )
-    for wrong in ("{prompt.__class__}", "{}", "{anwser}"):
-        with pytest.raises(ValueError, match="the judge's template: .*in braces stand prompt, answer, completion"):
+    for wrong in ("{}", "{anwser}", "{"):
+        with pytest.raises(ValueError, match="the judge's template: .*columns, prompt, answer, completion"):
             judge.fill_in(wrong, row)
 
 
@@ -128,14 +123,7 @@ def test_what_a_judge_says_in_another_form_is_asked_once_more(judged):
         found, server = judged(said, log_extra=lambda *given: shown.append(given))
         assert found == {"reward": None, "attempts": 2, "unread": 1, "unanswered": 0} and len(server.seen) == 2
         assert shown[-1][1][0].startswith("(not counted: ")
-    assert "cut off at 4000 tokens" in shown[-1][1][0]
-
-
-def test_a_server_without_structured_output_is_asked_once_for_it(judged):
-    found, server = judged("Score: 7", structured=False)
-    cfg = TrainConfig(reward_funcs=["judge"], judge_url=f"{server.url}/v1", judge_model="j")
-    assert found["reward"] == judge.judge(["b"], ["q"], cfg)[0]["reward"] == 0.7
-    assert ["response_format" in body for body in server.seen] == [True, False, False]
+    assert "within 4000 tokens: finish_reason 'length'" in shown[-1][1][0]
 
 
 def test_what_the_judge_did_not_score_is_unrewarded_counted_and_shown(monkeypatch):
