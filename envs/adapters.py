@@ -3,7 +3,6 @@
     --env gymnasium?id=FrozenLake-v1&is_slippery=false     # what is not an argument of ours goes to gymnasium.make
     --env textarena?id=Wordle-v0                           # games for one player
     --env my_envs.py:Counter                               # as TRL's environment_factory: its methods are tools
-    --env user?url=http://127.0.0.1:9000/v1&model=NAME     # a user whom another model plays
 
 docs/environments.md has each with what it takes, and how classes of verifiers and veRL are brought over.
 """
@@ -24,8 +23,8 @@ import numpy
 from config import ConfigError, TrainConfig, function_path, known_name, load_function, require, shorten, with_arguments
 from envs.base import Environment, ToolEnvironment, limited, name_of
 from envs.mcp import get_tools
-from envs.tools import Toolbox, chat, from_function
-from inputs.parts import parts_of, text_of_parts
+from envs.tools import Toolbox, from_function
+from inputs.parts import parts_of
 from safety.calls import run_limited, unread, warn_once
 from safety.sandbox import check_contained
 
@@ -244,36 +243,6 @@ def with_added(messages: list[dict], added) -> list[dict]:
     return [*messages[:-1], messages[-1] | {"content": content}]
 
 
-# ---- a user ---------------------------------------------------------------------------------------------------------
-
-
-class SimulatedUser(Environment):
-    """Talks with a user that another model plays:  --env user?url=http://127.0.0.1:9000/v1&model=NAME
-
-    The row's column `user` says who that is and wants; the user ends the talk by saying DONE. What it was worth is a
-    matter for a reward function.
-    """
-
-    def __init__(self, url: str, model: str, max_tokens: int = 200):
-        self.ask = functools.partial(chat, url, model, max_tokens=max_tokens)
-
-    def reset(self, row, seed):
-        if not isinstance(row.get("user"), str):
-            raise ConfigError(f"--env user: the row {shorten(row)} has no column `user`, a text that says who it is.")
-        messages = super().reset(row, seed)
-        self.talk = [f"User: {text_of_parts(m['content'])}" for m in messages if m["role"] == "user"]
-        self.who = row["user"]
-        return messages
-
-    def step(self, text):
-        self.talk.append(f"Assistant: {text}")
-        request = f"You are this user of an assistant: {self.who}\n\n" + "\n".join(self.talk)
-        request += "\n\nWrite only what the user says next, or DONE if all is settled."
-        said = self.ask([{"role": "user", "content": request}])
-        self.talk.append(f"User: {said}")
-        return [{"role": "user", "content": said}], 0.0, "DONE" in said, {}
-
-
 # ---- from a config --------------------------------------------------------------------------------------------------
 
 GAMES = Path(__file__).resolve().parent.parent / "examples" / "games.py"
@@ -282,7 +251,6 @@ ENVIRONMENTS: dict[str, type[Environment] | str] = {  # classes, or file.py:Clas
     "sokoban": f"{GAMES}:Sokoban",
     "gymnasium": Gymnasium,
     "textarena": TextArena,
-    "user": SimulatedUser,
 }
 
 

@@ -168,17 +168,14 @@ def read_metrics(value) -> dict:
 
 
 def read_state(value):
-    """Of state(): text, numbers, tuples and frozensets of them. Of other objects neither text nor identity need tell
-    whether they are equal."""
-    if isinstance(value, tuple | frozenset):
-        return (tuple if isinstance(value, tuple) else frozenset)(map(read_state, value))
-    value = value.item() if getattr(value, "shape", None) == () else value
-    if value is None or isinstance(value, str | bytes | int | float):
-        return value
-    raise UnusableResult(
-        f"returned a state with {shorten(value)}, a {type(value).__name__}, in it; give plain data instead, such as a "
-        "tuple of what tells one state from another"
-    )
+    """Of state(): what can be compared by its hash."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise UnusableResult(
+            f"returned the state {shorten(value)} ({error}); give plain data, such as a tuple"
+        ) from None
+    return value
 
 
 READ = {"step": read_step, "score": read_score, "state": read_state, "metrics": read_metrics}

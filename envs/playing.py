@@ -10,9 +10,8 @@ from config import ConfigError, TrainConfig, parse_args
 from data import load_rows
 from envs import adapters
 from envs.base import call_environment, checked_step, reset
-from envs.tools import chat, named_tools
+from envs.tools import named_tools
 from inputs.parts import text_of_parts
-from safety import secrets
 from safety.sandbox import check_contained
 
 CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
@@ -28,18 +27,6 @@ def by_hand(environment, messages: list[dict]) -> str:
         return input("\nyou: ")
     except EOFError:
         raise SystemExit("\nrollouts.py: the input has ended, the game has not") from None
-
-
-def openai_policy(url: str, model: str, token: str | None) -> Callable:
-    """Asks any OpenAI-compatible server, such as a vllm_server.py.  url: up to and with /v1."""
-
-    def say(environment, messages: list[dict]) -> str:
-        try:
-            return chat(url, model, messages, token, max_tokens=512)
-        except (RuntimeError, OSError) as error:
-            raise SystemExit(f"rollouts.py: {error}") from None
-
-    return say
 
 
 async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float | None:
@@ -70,11 +57,9 @@ async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> f
 
 class Play(TrainConfig):
     first_flags = "env tools mcp_config tool_parser tool_timeout dataset_id max_turns seed allow_uncontained"
-    generator: Literal["vllm", "hf"] = "hf"  # --policy server asks one by itself
+    generator: Literal["vllm", "hf"] = "hf"  # none is asked
 
-    policy: Literal["random", "hand", "openai", "server"] = "random"  # server: a vllm_server.py, with its token
-    url: str = "http://127.0.0.1:8000/v1"  # of --policy openai or server
-    model: str = ""  # its name there
+    policy: Literal["random", "hand"] = "random"  # who plays
     prompt: str = ""  # of the row, for environments that use it, where there is no --dataset_id
     episodes: int = 1  # games; the next one's seed is one more
 
@@ -84,11 +69,9 @@ class Play(TrainConfig):
 
 
 def main() -> None:
-    cfg = parse_args(Play, description="Play an environment by hand, at random, or with a served model.")
+    cfg = parse_args(Play, description="Play an environment by hand or at random.")
     cfg.reward_funcs = []  # it is played, not trained on: an environment needs no reward
-    token = secrets.read("VLLM_SERVER_TOKEN" if cfg.policy == "server" else "OPENAI_API_KEY")
-    policies = {"random": random_policy, "hand": by_hand}
-    policy = policies.get(cfg.policy) or openai_policy(cfg.url, cfg.model, token)
+    policy = random_policy if cfg.policy == "random" else by_hand
     try:
         if not (cfg.env or cfg.tools or cfg.mcp_config):
             raise ConfigError("give --env, --tools or --mcp_config")

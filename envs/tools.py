@@ -29,10 +29,8 @@ from PIL import Image
 from config import ConfigError, function_path, known_name, load_function, shorten
 from envs.formats import Call
 from inputs.parts import PartError, parts_of
-from inputs.pictures import data_url
 from inputs.special_tokens import clean, each_text
-from safety import http
-from safety.calls import run_limited, time_limit, warn_once
+from safety.calls import run_limited, warn_once
 from safety.sandbox import run_python
 
 # transformers takes seconds, pydantic only tools need: they are imported where a tool is made.
@@ -123,13 +121,7 @@ def named_tools(cfg) -> list[Tool]:
 
 def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
     """The tools that the row's column `tools` allows, without the arguments that its `tools_kwargs` sets."""
-    names, hidden = row.get("tools"), row.get("tools_kwargs") or {}
-    if isinstance(names, str) or not isinstance(hidden, dict):
-        raise ConfigError(
-            f"columns `tools` and `tools_kwargs` are {shorten(names)} and {shorten(hidden)}; give a list of names, and "
-            "{tool: {argument: value}}."
-        )
-    hidden = {name: fixed for name, fixed in hidden.items() if fixed}
+    names, hidden = row.get("tools"), {n: fixed for n, fixed in (row.get("tools_kwargs") or {}).items() if fixed}
     for name in [*(names or ()), *hidden]:
         known_name("column `tools` or `tools_kwargs`", name, tools)
     for name, fixed in hidden.items():
@@ -254,30 +246,6 @@ def cut(content, limit: int):
     if isinstance(content, list):
         return [part | {"text": cut(part["text"], limit)} if part.get("type") == "text" else part for part in content]
     return content if len(content) <= limit else f"{content[:limit]}... ({len(content) - limit} more characters)"
-
-
-def chat(url: str, model: str, messages: list[dict], token: str = "", **options) -> str:
-    """What a model behind an OpenAI-compatible server says next. http.NoAnswer where it says nothing in the time that
-    the tool, environment or reward which asks may take (600 s elsewhere).  url: up to and with /v1"""
-    body = {"model": model, "messages": [for_openai(message) for message in messages]} | options
-    where = http.route(url, "/chat/completions")
-    found = http.ask("POST", where, min(time_limit(), 600), body, token)
-    try:
-        return str(found["choices"][0]["message"]["content"] or "")
-    except (KeyError, IndexError, TypeError):
-        raise http.NoAnswer(f"{http.origin(url)} answered without a text in choices[0].message.content") from None
-
-
-def for_openai(message: dict) -> dict:
-    """The message with its images, if it has any, as OpenAI's servers take them. They never name files here: a path in
-    what an environment says may be somebody else's idea."""
-
-    def sent(part: dict) -> dict:
-        url = data_url(part["image"], local_files=False) if "image" in part else None
-        return {"type": "image_url", "image_url": {"url": url}} if url else part
-
-    content = message.get("content")
-    return message | {"content": [sent(part) for part in parts_of(content)]} if isinstance(content, list) else message
 
 
 # ---- tools ----------------------------------------------------------------------------------------------------------

@@ -126,12 +126,6 @@ def scaled(size: tuple[int, int], cfg) -> tuple[int, int]:
     return tuple(min(max(1, rounding(side * scale)), wanted) for side in size)  # a line cannot get thinner
 
 
-def data_url(source, local_files: bool = True) -> str:
-    """The picture, as `load_image` gives it, as a data: URL."""
-    data = load_image(source, local_files=local_files)[1]
-    return f"data:{open_image(data)[0].get_format_mimetype()};base64,{base64.b64encode(data).decode()}"
-
-
 # ---- data sets ------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from server_fixture import make_tiny
-from test_judge import served  # noqa: F401 - a fixture
 
 import train_grpo as script
 from config import ConfigError, TrainConfig
@@ -87,19 +86,6 @@ def test_textarena():
         else:
             high = guess - 1
     assert done and reward == 1.0 and info == {"invalid": 0.0}
-
-
-def test_a_user_whom_a_model_plays(served):  # noqa: F811
-    server = served("And now?", "DONE")
-    user = get_environment(f"user?url={server.url}/v1&model=any")()
-    user.reset({"prompt": "My screen is dark.", "user": "someone whose plug is loose"}, 0)
-    assert step(user, "Is it on?")[::2] == ([{"role": "user", "content": "And now?"}], False)
-    assert step(user, "Check the plug.")[2] is True
-    asked = [request["messages"][0]["content"] for request in server.seen]
-    assert "loose" in asked[1] and "Check the plug." in asked[1] and server.seen[0]["model"] == "any"
-    assert "User: My screen is dark.\nAssistant: Is it on?" in asked[0]
-    with pytest.raises(ConfigError, match="has no column `user`"):
-        user.reset({"prompt": "Hello."}, 0)
 
 
 TRL_FILE = '''

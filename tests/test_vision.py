@@ -397,7 +397,7 @@ def test_a_bad_image_names_its_row(image, message):
 def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
     processor = tiny_vlms.processor_of("idefics3")
     picture(1).save(tmp_path / "a.png")
-    url = pictures.data_url(tmp_path / "a.png")
+    url = f"data:image/png;base64,{base64.b64encode((tmp_path / 'a.png').read_bytes()).decode()}"
     ask = {"type": "text", "text": "What?"}
     wanted = vision.vision_prompt({"prompt": "What?", "image": picture(1)}, processor, None, TrainConfig())
     assert len(wanted.images) == 1
