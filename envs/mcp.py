@@ -66,11 +66,20 @@ def connect(path: str, seconds: float) -> list[Tool]:
 
 def read_servers(path: str, seconds: float) -> list["Server"]:
     """The servers of the file that are not disabled. ConfigError naming what is wrong."""
+
+    def value_of(found: re.Match) -> str:  # ${VAR}, ${env:VAR} or ${VAR:-default}, as a shell would
+        name, has_default, default = found[1].removeprefix("env:").partition(":-")
+        if not has_default and name not in os.environ:
+            raise ConfigError(
+                f"--mcp_config={path}: the environment variable {name} is not set; or give ${{{name}:-x}}."
+            )
+        return json.dumps(os.environ.get(name, ""))[1:-1] or default
+
     try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+        loaded = json.loads(re.sub(r"\$\{([^{}]*)\}", value_of, Path(path).read_text(encoding="utf-8")))
         entries = loaded["mcpServers"] if "mcpServers" in loaded else loaded["servers"]  # `servers`: VS Code
         entries = {name: dict(entry) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f'--mcp_config={path}: cannot be read ({error!r:.200}); give a JSON file {{"mcpServers": {{NAME: ...}}}}.'
         ) from None
@@ -80,33 +89,11 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
             logger.warning("--mcp_config=%s, %s: ignored %s (known: %s)", path, name, unknown, ", ".join(sorted(KEYS)))
         if ("command" in entry) == ("url" in entry):
             raise ConfigError(f"--mcp_config={path}, {name}: give either a command (stdio) or a url (HTTP, or SSE).")
-        try:
-            entry = expand(entry)
-        except KeyError as error:
-            raise ConfigError(
-                f"--mcp_config={path}, {name}: the environment variable {error.args[0]} is not set; set it, or give "
-                f"${{{error.args[0]}:-x}}."
-            ) from None
         for value in [*(entry.get("env") or {}).values(), *(entry.get("headers") or {}).values()]:
             if not os.path.exists(str(value)):  # a folder, such as HOME, is no secret
                 secrets.learn(str(value).removeprefix("Bearer "))
         servers += [] if entry.get("disabled") else [Server(name, entry, seconds)]
     return servers
-
-
-def expand(value):
-    """`value` with ${VAR}, ${env:VAR} and ${VAR:-default} in all its texts replaced, as a shell would. KeyError for one
-    that is not set."""
-    if isinstance(value, dict):
-        return {key: expand(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [expand(one) for one in value]
-
-    def replaced(found: re.Match) -> str:
-        name, has_default, default = found[1].removeprefix("env:").partition(":-")
-        return (os.environ.get(name) or default) if has_default else os.environ[name]
-
-    return re.sub(r"\$\{([^{}]*)\}", replaced, value) if isinstance(value, str) else value
 
 
 class Server:

@@ -191,7 +191,7 @@ def test_a_server_for_each_trajectory(tmp_path):
     "content, message",
     [
         ("{]", "cannot be read"),
-        ('{"mcpServers": {"a": {"command": "x", "args": ["${NO_SUCH}"]}}}', "a: the environment variable NO_SUCH"),
+        ('{"mcpServers": {"a": {"command": "x", "args": ["${NO_SUCH}"]}}}', "the environment variable NO_SUCH"),
         ('{"mcpServers": {"a": {"command": "no-such-command"}}}', "server 'a' did not start"),
     ],
 )
