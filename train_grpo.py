@@ -80,7 +80,7 @@ import rollouts
 import utils
 from algorithms import checks
 from algorithms import teachers
-from algorithms.advantages import MORE_ADVANTAGES, forking_tokens, normalised, role_means, sizes_of_advantages
+from algorithms.advantages import MORE_ADVANTAGES, largest, normalised, role_means, sizes_of_advantages
 from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import divergence, rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
@@ -567,7 +567,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
     if cfg.top_entropy_quantile < 1:
-        batch.advantages = batch.advantages * forking_tokens(batch, cfg.top_entropy_quantile)
+        batch.advantages = batch.advantages * largest(batch.entropy, batch.loss_mask, cfg.top_entropy_quantile)
     return {}
 
 

@@ -3,8 +3,6 @@
 A function says what it needs next to itself; see the end of section 5 in train_grpo.py.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -148,14 +146,12 @@ def sizes_of_advantages(batch: Batch) -> dict[str, float]:
     }
 
 
-def forking_tokens(batch: Batch, share: float) -> Tensor:
-    """1 on this share of the step's sampled tokens, on all ranks: those of the highest entropy, where the path forks;
-    they carry the learning (2506.01939). Else 0.  [B, T]"""
-    values = torch.cat(utils.gather_objects(batch.entropy[batch.loss_mask > 0].cpu())).sort(descending=True).values
-    if not len(values):
-        return batch.loss_mask
-    threshold = values[max(math.ceil(share * len(values)), 1) - 1]
-    return (batch.entropy >= threshold.to(batch.entropy.device)).to(batch.loss_mask.dtype)
+def largest(values: Tensor, loss_mask: Tensor, share: float) -> Tensor:
+    """Where the largest values are: this share of the sampled tokens on all ranks, at least one; equal ones all.
+    [B, T] of bool"""
+    everyone = torch.cat(utils.gather_objects(values[loss_mask > 0].cpu())).sort(descending=True).values
+    threshold = everyone[max(int(share * len(everyone)), 1) - 1] if len(everyone) else 0.0
+    return (values >= threshold) & (loss_mask > 0)
 
 
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import utils
-from batch import GROUPS, Batch, clip_stats, clipped_surrogate, log_ratio, row_mean, sequence_ratio
+from algorithms.advantages import largest
+from batch import Batch, clip_stats, clipped_surrogate, log_ratio, row_mean, sequence_ratio
 from config import TrainConfig
 
 
@@ -128,26 +129,15 @@ def covariance(batch: Batch) -> Tensor:
     return (batch.advantages - means[0]) * (logprobs - means[1])
 
 
-def take_first(candidates: Tensor, values: Tensor | None, share: float, batch: Batch, seed: int) -> Tensor:
-    """Of the candidates on all ranks as many as `share` of all sampled tokens, at least one: those with the largest
-    values or, without values, drawn at random. The number of ranks does not matter, except for what is drawn, and for
-    which of equal ones count, where groups went to other ranks.  [B, T] of bool"""
-    # A number per token that is the same however the batch is cut: it settles ties, of which sure tokens make many.
-    member = ((batch.groups[:, None] == batch.groups).long().tril(-1)).sum(1)  # [B] number within the group
-    columns = torch.arange(candidates.shape[1], device=candidates.device)
-    rank, group = batch.groups // GROUPS, batch.groups % GROUPS
-    row = ((rank * 2**15 + group) * 2**12 + member) * 2**24  # [B], 63 bits: rank's 12, group's 15
-    key = row[:, None] + columns  # [B, T]
-    ranked = torch.zeros_like(batch.loss_mask) if values is None else values
-    mine = (key[candidates].cpu(), ranked[candidates].cpu())
-    keys, everyones = (torch.cat(parts) for parts in zip(*utils.gather_objects(mine), strict=True))
-    by_key = keys.argsort()
-    if values is None:
-        order = by_key[torch.randperm(len(keys), generator=torch.Generator().manual_seed(seed))]
-    else:
-        order = by_key[everyones[by_key].argsort(descending=True, stable=True)]
-    count = max(1, int(share * utils.all_sum((batch.loss_mask > 0).sum()).item()))
-    return candidates & torch.isin(key, keys[order[:count]].to(key.device))
+def drawn(candidates: Tensor, count: int, seed: int) -> Tensor:
+    """`count` of the candidates on all ranks, at random: the same ones however their rows are dealt, in this order, to
+    ranks.  [B, T] of bool"""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    count_of = dict(utils.gather_objects((rank, int(candidates.sum()))))
+    order = torch.randperm(sum(count_of.values()), generator=torch.Generator().manual_seed(seed))
+    before = sum(number for other, number in count_of.items() if other < rank)
+    mine = torch.isin(before + torch.arange(int(candidates.sum())), order[:count])
+    return torch.zeros_like(candidates).masked_scatter(candidates, mine.to(candidates.device))
 
 
 @torch.no_grad()
@@ -157,14 +147,14 @@ def random_of_high_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tenso
     cov, ratio = covariance(batch), log_ratio(batch.current_logprobs, batch).exp()
     clipped = clipped_surrogate(ratio, batch, cfg)[1]["clip_ratio/region_mean"] > 0
     candidates = (batch.loss_mask > 0) & (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped
-    return {"chosen": take_first(candidates, None, cfg.clip_cov_ratio, batch, cfg.seed)}
+    count = int(cfg.clip_cov_ratio * utils.all_sum((batch.loss_mask > 0).sum()).item())
+    return {"chosen": drawn(candidates, max(count, 1), cfg.seed)}
 
 
 @torch.no_grad()
 def highest_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
     """The kl_cov_ratio of the tokens with the highest covariance.  [B, T] of bool"""
-    chosen = take_first(batch.loss_mask > 0, covariance(batch), cfg.kl_cov_ratio, batch, cfg.seed)
-    return {"chosen": chosen}
+    return {"chosen": largest(covariance(batch), batch.loss_mask, cfg.kl_cov_ratio)}
 
 
 def chosen_by(prepare: Callable, logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
