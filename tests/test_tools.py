@@ -176,7 +176,6 @@ def test_rows_choose_tools_and_arguments():
     assert environment.instructions == "" and environment.tools == {}
     for row, message in (
         ({"tools": ["sub"]}, "unknown name 'sub'"),
-        ({"tools": "add"}, "give a list of names"),
         ({"tools_kwargs": {"add": {"c": 1}}}, "unknown name 'c'"),
     ):
         with pytest.raises(ConfigError, match=message):
