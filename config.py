@@ -219,8 +219,7 @@ class TrainConfig:
     warmup_steps: float = 0.0  # steps over which the learning rate rises; below 1: a fraction of all updates
     optim: str = "AdamW"  # a class of torch.optim or bitsandbytes.optim, or transformers' name of one (adamw_8bit)
     weight_decay: float = 0.0  # the optimizer's
-    adam_beta1: float = 0.9  # first of the optimizer's betas
-    adam_beta2: float = 0.99  # second of the optimizer's betas
+    adam_beta2: float = 0.99  # second of the optimizer's betas; the first is 0.9
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm
     num_epochs: float = 1.0  # passes over the data set, if max_steps is unset
     max_steps: int | None = None  # stop after this many steps; unset: after num_epochs
@@ -392,7 +391,7 @@ POSITIVE += "critic_learning_rate critic_iterations value_clip"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds "
 NOT_NEGATIVE += "print_samples_every min_completion_length distill_coef distill_topk router_aux_coef "
 NOT_NEGATIVE += "dppo_tau"
-FRACTIONS = "epsilon gamma lam top_p adam_beta1 adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
+FRACTIONS = "epsilon gamma lam top_p adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
 FRACTIONS += "kl_cov_ratio max_failed distill_jsd"
 
 

@@ -1020,7 +1020,7 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
     times the group's "lr_scale" (1 without one); it is logged as `lr`, of further groups as lr/NAME by their "name".
     What `step` keeps from update to update belongs into self.state[p]: other attributes are in no checkpoint.
     """
-    trained, betas = [p for p in module.parameters() if p.requires_grad], (cfg.adam_beta1, cfg.adam_beta2)
+    trained, betas = [p for p in module.parameters() if p.requires_grad], (0.9, cfg.adam_beta2)
     if cfg.optim != "AdamW":
         return make_by_name(trained, cfg)
     return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)

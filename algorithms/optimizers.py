@@ -139,5 +139,5 @@ def make_by_name(trained: list, cfg: TrainConfig) -> torch.optim.Optimizer:
     if "weight_decay" in arguments:
         given["weight_decay"] = cfg.weight_decay
     if isinstance(betas := getattr(arguments.get("betas"), "default", None), tuple) and len(betas) == 2:
-        given["betas"] = (cfg.adam_beta1, cfg.adam_beta2)
+        given["betas"] = (0.9, cfg.adam_beta2)
     return kind(trained, **given)

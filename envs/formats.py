@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from config import ConfigError, function_path, load_function, named, shorten
+from config import ConfigError, function_path, known_name, load_function, named, shorten
 from inputs.special_tokens import clean, each_text, tokenizer_of
 
 # transformers takes seconds, and is imported where calls are read.
@@ -202,27 +202,26 @@ def settled(cfg, processor):
 def parser_for(wanted: str, processor, has_own: bool = False) -> str:
     """The name of the parser that is used for `wanted`. has_own: the tools are an environment's, if it has any."""
     template = re.sub(r"\{#.*?#\}", "", str(processor.chat_template or ""), flags=re.DOTALL)  # without comments
-    marked = [name for mark, name in MARKS.items() if mark in template][:1]
+    written = next((name for mark, name in MARKS.items() if mark in template), None)
     if own := getattr(tokenizer_of(processor), "response_template", None):
-        FORMATS["response_template"], marked = own, ["response_template"]
+        FORMATS["response_template"], written = own, "response_template"
     if function_path(wanted):
         load_function(wanted)
         return wanted
-    if wanted not in ("auto", *FORMATS):
-        raise ConfigError(f"--tool_parser={wanted}: allowed are auto, {', '.join(FORMATS)}, or file.py:function.")
-    if wanted == OWN_WORDS or wanted in marked or (not marked and wanted != "auto"):
-        return wanted
-    if marked and wanted != "auto":
-        raise ConfigError(
-            f"--tool_parser={wanted}: the chat template of --model_id writes calls as {marked[0]} reads them; leave "
-            f"the flag out, or take {OWN_WORDS}, with which the system message says how to call, not the template."
-        )
-    if marked or "tools" not in template:  # then the system message says how to call
-        return [*marked, "hermes"][0]
-    if has_own:
+    known_name("--tool_parser (or file.py:function)", wanted, ["auto", *FORMATS])
+    if wanted == "auto" and (written or "tools" not in template):
+        return written or "hermes"  # of which the system message says how to call
+    if wanted == "auto" and has_own:
         return OWN_WORDS
-    raise ConfigError(
-        "--tool_parser=auto: the chat template of --model_id knows tools, and writes calls in a way that none of "
-        f"{', '.join(FORMATS)} is known to read. Give a function that reads it, my_calls.py:read (envs/formats.py), or "
-        f"{OWN_WORDS}, with which the system message says how to call, not the template."
-    )
+    if wanted == "auto":
+        raise ConfigError(
+            "--tool_parser=auto: the chat template of --model_id knows tools, and writes calls in a way that none of "
+            f"{', '.join(FORMATS)} is known to read. Give a function that reads it, my_calls.py:read "
+            f"(envs/formats.py), or {OWN_WORDS}, with which the system message says how to call, not the template."
+        )
+    if wanted != OWN_WORDS and written not in (None, wanted):
+        raise ConfigError(
+            f"--tool_parser={wanted}: the chat template of --model_id writes calls as {written} reads them; leave the "
+            f"flag out, or take {OWN_WORDS}, with which the system message says how to call, not the template."
+        )
+    return wanted

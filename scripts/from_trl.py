@@ -33,7 +33,7 @@ SAME = {  # TRL's name -> ours, with the value as it is
     "run_name": "run_name", "output_dir": "output_dir", "seed": "seed", "num_generations": "num_generations",
     "num_generations_eval": "eval_generations", "num_iterations": "num_iterations", "temperature": "temperature",
     "max_completion_length": "max_completion_length", "max_prompt_length": "max_prompt_length",
-    "learning_rate": "learning_rate", "weight_decay": "weight_decay", "adam_beta1": "adam_beta1",
+    "learning_rate": "learning_rate", "weight_decay": "weight_decay",
     "adam_beta2": "adam_beta2", "max_grad_norm": "max_grad_norm", "beta": "beta",
     "warmup_ratio": "warmup_steps", "delta": "dual_clip", "reward_weights": "reward_weights", "optim": "optim",
     "mask_truncated_completions": "mask_truncated", "top_entropy_quantile": "top_entropy_quantile",

@@ -121,7 +121,7 @@ def pairs_term() -> list[dict]:
 def expected_pairs() -> list[dict]:
     """The same by plain transformers, one completion at a time."""
     model = ragged.small_llama(None, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(CFG.adam_beta1, CFG.adam_beta2), weight_decay=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, CFG.adam_beta2), weight_decay=0)
     gradients = []
     for _ in range(2):
         losses, groups = [], {}
