@@ -56,7 +56,7 @@ def test_what_is_kept_between_steps_is_counted_by_hand(shape, what):
 
 
 LENGTHS = "--prompt 500 --completion 4000 --max_prompt_length 500 --max_completion_length 4000"
-ROWS = ["qwen2.5-7b --gpus 8", "qwen2.5-1.5b --gpus 1", "qwen2.5-7b --gpus 8 --use_peft"]
+ROWS = ["qwen2.5-7b --gpus 8", "qwen2.5-1.5b --gpus 1", "qwen2.5-7b --gpus 8 --use_peft", "qwen2.5-vl-3b --gpus 8"]
 MORE_ROWS = ["qwen3-30b-a3b --gpus 16", "qwen2.5-32b --gpus 16", "qwen2.5-72b --gpus 256 --hsdp"]
 MORE_ROWS += ["qwen2.5-7b --gpus 1 --strategy ddp --dtype bfloat16 --use_peft --load_in 4bit"]
 
