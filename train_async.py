@@ -111,7 +111,7 @@ class Ahead(Collector):
         if utils.is_main():
             late = f"what began over {cfg.max_staleness} pushes ago is dropped"
             print(f"  overlap                {asked} groups under way; {late}")
-        self.idle_since, self.idle, self.lock = time.perf_counter(), 0.0, threading.Lock()
+        self.last_end, self.idle = time.perf_counter(), 0.0  # of a group; seconds in which none was under way
 
     def begin(self, version: int, cfg: TrainConfig) -> None:
         """Let the next prompt's completions be sampled, from these weights or later ones."""
@@ -123,16 +123,15 @@ class Ahead(Collector):
         number, further, _ = drawn = self.waiting.pop(0)
         versions = range(version, version + cfg.max_staleness + 1)
         given = run.rows, [number], further, run.generator, run.reward_functions, cfg, versions, version
-        with self.lock:
-            if self.idle_since is not None:
-                self.idle, self.idle_since = self.idle + time.perf_counter() - self.idle_since, None
-            self.groups.append(Group(drawn, version, asyncio.run_coroutine_threadsafe(sample_rows(*given), self.loop)))
-        self.groups[-1].future.add_done_callback(self.ended)  # takes the lock, at once if it has ended
+        if all(group.future.done() for group in self.groups):
+            self.idle += time.perf_counter() - self.last_end
+        self.groups.append(Group(drawn, version, asyncio.run_coroutine_threadsafe(self.sampled(*given), self.loop)))
 
-    def ended(self, _) -> None:
-        with self.lock:
-            if all(group.future.done() for group in self.groups):
-                self.idle_since = time.perf_counter()
+    async def sampled(self, *given) -> tuple[list, dict]:
+        try:
+            return await sample_rows(*given)
+        finally:
+            self.last_end = time.perf_counter()
 
     def fill(self, version: int, cfg: TrainConfig) -> None:
         """Begin as many groups as may be under way: at the end of a run, too, where the last step waits for no slow one
@@ -157,19 +156,17 @@ class Ahead(Collector):
             return trajectories, metrics | staleness(trajectories, step)
         ready = [group for group in self.groups if group.future.done()]
         before = {"async/groups_under_way": len(self.groups) - len(ready), "async/groups_ready": len(ready)}
-        start, dropped = time.perf_counter(), 0
+        start, late = time.perf_counter(), [g for g in self.groups if g.born < step - cfg.max_staleness]
+        for group in late:
+            group.future.cancel()
+            self.groups.remove(group)
+            number, further, again = group.drawn
+            if again:
+                self.dropped.add(number)
+            else:  # from the newest weights, with another chance
+                self.waiting.insert(0, (number, further, True))
+        self.fill(version, cfg)
         while True:
-            late = [group for group in self.groups if group.born < step - cfg.max_staleness]
-            for group in late:
-                group.future.cancel()
-                self.groups.remove(group)
-                number, further, again = group.drawn
-                if again:
-                    self.dropped.add(number)
-                else:  # from the newest weights, with another chance
-                    self.waiting.insert(0, (number, further, True))
-            dropped += len(late)
-            self.fill(version, cfg)
             ready = [group for group in self.groups if group.future.done()]
             for group in ready:
                 group.future.result()  # raises what its reward or tool raised
@@ -185,12 +182,11 @@ class Ahead(Collector):
             sampled, counts = sampled + found, {name: n + counts.get(name, 0) for name, n in counted.items()}
         self.trained += self.share
         trajectories, metrics = collect(self.run.rows, sampled, counts, cfg)
-        with self.lock:
-            idle, self.idle = self.idle, 0.0
+        idle, self.idle = self.idle, 0.0
         metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle} | before
         # Of this step's time the wait is all that sampling and scoring took: the rest was hidden behind updates.
         metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
-        mine = {"async/dropped_sum": (dropped, 1), "async/never_trained": (len(self.dropped), self.trained)}
+        mine = {"async/dropped_sum": (len(late), 1), "async/never_trained": (len(self.dropped), self.trained)}
         found = utils.over_ranks(mine)
         metrics |= {
             "async/dropped": int(found["async/dropped_sum"]),

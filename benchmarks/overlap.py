@@ -1,14 +1,15 @@
 """What sampling while the trainer updates saves: train_grpo.py against train_async.py.  No GPU.
 
     python benchmarks/overlap.py                                    # about 40 minutes on two idle cores
-    python benchmarks/overlap.py --mode tails                       # slow tools instead of equal lengths
+    python benchmarks/overlap.py --mode tails                       # scores that take their time
 
 A live vLLM server and the trainer are each pinned to a core of their own, which is what two GPUs are to them. SmolLM2
 (135 M, LoRA), the demo's batch of 8 prompts x 8 completions, an update and a push a step, all alike in the scripts that
 are compared; they run in turn, `repetitions` times. The first two steps of each run are left out: the server compiles,
 and nothing was sampled ahead.
 
-tails: three turns with an environment whose answers take lognormal times of mean .5 s, as tools do (slow_env.py).
+tails: a judge answers in lognormal times (slow_judge.py), as tools, tests in a sandbox and judges do; their means are
+--waits. What trainer and server compute is the same.
 
 Written to benchmarks/results/overlap.md and overlap_tails.md.
 """
@@ -31,14 +32,11 @@ from runlog.reading import read_metrics  # noqa: E402
 
 MODEL = "models/SmolLM2-135M-Instruct"
 COMMON = (
-    f"--model_id {MODEL} --dataset_id examples/sums.py:rows --reward_funcs last_number --max_prompt_length 128 "
-    "--use_peft --lora_r 32 --lora_alpha 64 "
+    f"--model_id {MODEL} --dataset_id examples/sums.py:rows --max_prompt_length 128 --max_completion_length 12 "
+    "--min_completion_length 12 --learning_rate 3e-4 --use_peft --lora_r 32 --lora_alpha 64 "
     "--print_samples_every 0 --logprob_diff_limit 1 "
 )
-MODES = {
-    "equal": "--max_completion_length 12 --min_completion_length 12 --learning_rate 3e-4 ",
-    "tails": "--max_completion_length 160 --max_turn_length 16 --env benchmarks/slow_env.py:Slow --learning_rate 3e-4 ",
-}
+MODES = {"equal": "--reward_funcs last_number", "tails": "--reward_funcs benchmarks/slow_judge.py:judge"}
 AHEAD = {f"in_flight_{n}x": n for n in (2, 3, 4)}  # groups begun and not trained on, as a multiple of a step's
 SYSTEMS = ["train_grpo.py", *AHEAD]
 
@@ -53,7 +51,7 @@ def pinned(core: int, command: list[str], log: Path, **variables: str) -> subpro
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=ends_with_us())
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
+def measure(name: str, wait: float, args: argparse.Namespace) -> dict[str, float]:
     """Means over the steps of one run, on a server of its own."""
     token, port, folder = os.urandom(8).hex(), free_port(), args.folder
     run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
@@ -66,7 +64,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     flags += ahead if name in AHEAD else []
     flags += ["--prompts_per_step", str(args.prompts), "--num_generations", str(args.generations)]
     where = ["--server_urls", f"http://127.0.0.1:{port}", "--server_timeout", "300", "--output_dir", str(folder)]
-    trainer = pinned(1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token)
+    trainer = pinned(
+        1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token, SLOW=str(wait)
+    )
     try:
         if trainer.wait(3600):
             raise SystemExit((folder / f"{run}.log").read_text(encoding="utf-8")[-3000:])
@@ -99,16 +99,19 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--max_staleness", type=int, default=4)
+    parser.add_argument("--waits", type=float, nargs="+", default=[0.5, 1, 2], help="mean seconds of an answer, tails")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[dict]] = {name: [] for name in args.systems}
+    waits = args.waits if args.mode == "tails" else [0.0]
+    cases = [(wait, name) for wait in waits for name in args.systems]
+    found: dict[tuple, list[dict]] = {case: [] for case in cases}
     for repetition in range(args.repetitions):
-        for name in args.systems:
-            found[name].append(measure(name, args))
-            print(repetition, name, json.dumps({k: round(v, 3) for k, v in found[name][-1].items()}), flush=True)
+        for wait, name in cases:
+            found[wait, name].append(measure(name, wait, args))
+            last = {key: round(value, 3) for key, value in found[wait, name][-1].items()}
+            print(repetition, wait, name, json.dumps(last), flush=True)
     medians = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
-    base = medians[args.systems[0]]["seconds"]
     columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "dropped", "ess"]
     command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
     how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; `update`: seconds of log-probs, "
@@ -118,9 +121,11 @@ def main() -> None:
         f"| | s a step | x | {' | '.join(columns[1:])} |",
         "|---|" + "---:|" * (len(columns) + 1),
     ]
-    for name, row in medians.items():
-        cells = [f"{row['seconds']:.2f}", f"{base / row['seconds']:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for (wait, name), row in medians.items():
+        times = medians[wait, args.systems[0]]["seconds"] / row["seconds"]
+        cells = [f"{row['seconds']:.2f}", f"{times:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
+        waiting = f"{wait:g} s: " if wait else ""
+        lines.append(f"| {waiting}{name} | {' | '.join(cells)} |")
     path = ROOT / "benchmarks" / "results" / f"overlap{'' if args.mode == 'equal' else f'_{args.mode}'}.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

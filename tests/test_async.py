@@ -101,11 +101,11 @@ def loop(fake, cfg, first, last, updates, trained, memory=None):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """The fake of the thread that calls: a rank is a thread."""
-    local = threading.local()
-    monkeypatch.setattr(train_async, "sample_rows", lambda *given: local.fake.sample_rows(*given))
+    """Whose `fake` samples."""
+    this = SimpleNamespace()
+    monkeypatch.setattr(train_async, "sample_rows", lambda *given: this.fake.sample_rows(*given))
     monkeypatch.setattr(train_async, "collect", lambda rows, found, counts, cfg: (found, {"time/generate": 0.0}))
-    return local
+    return this
 
 
 SECONDS = st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.02]), min_size=1, max_size=7)
