@@ -126,11 +126,6 @@ def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
         )
     if top and not cfg.distill_topk:
         raise ConfigError(f"{top[0]} reads batch.teacher_top, which --distill_topk K asks for; add --distill_topk 20.")
-    if cfg.has_teacher and cfg.dynamic_sampling and not any(map(rewards_count, cfg.by_domain())):
-        raise ConfigError(
-            "--dynamic_sampling replaces groups whose rewards are alike, and no reward counts here (--reward_funcs "
-            "zero, or --reward_weights 0): there is nothing to replace. Leave it out."
-        )
     if cfg.has_teacher and not uses and cfg.distill_coef:
         raise ConfigError(
             "there is a teacher, and nothing learns from it: add --advantage distill, or --distill_topk 20; or "

@@ -46,7 +46,7 @@ from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_p
 from inputs.prompts import is_vision
 from inputs.special_tokens import clean, each_text
 from inputs.trajectory import LARGEST, TrajectoryError
-from safety.calls import UnusableResult, plain, run_limited, unread, warn_once
+from safety.calls import plain, run_limited, unread, warn_once
 
 
 class Environment:
@@ -131,8 +131,6 @@ async def limited(function: Callable, arguments: dict, seconds: float, what: str
     outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:
         raise TrajectoryError(f"{what} took over {seconds:g} s (--tool_timeout)", row)
-    if isinstance(outcome[1], UnusableResult):
-        raise TrajectoryError(f"{what} {outcome[1]}", row) from outcome[1]
     if outcome[1] is not None:
         raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]
     return outcome[0]
@@ -148,15 +146,12 @@ def reward_of(value) -> float:
     return value
 
 
-def read_step(outcome):
-    """Of step(): (plain messages, a float, a bool, plain info). The caller names what is no such."""
+def read_step(outcome) -> tuple[list, float, bool, dict]:
+    """Of step(), made plain."""
     if not isinstance(outcome, tuple) or len(outcome) != 4:
-        return plain(outcome)
+        raise TypeError(f"it must return (messages, reward, done, info), not {shorten(outcome)}")
     messages, reward, done, info = outcome
-    try:
-        return plain(messages), reward_of(reward), bool(done), plain(info)
-    except (TypeError, ValueError) as error:
-        raise UnusableResult(f"returned the reward {shorten(reward)}: {error}") from None
+    return plain(messages), reward_of(reward), bool(done), read_metrics(info)
 
 
 def read_score(value) -> float | None:
@@ -168,13 +163,7 @@ def read_metrics(value) -> dict:
 
 
 def read_state(value):
-    """Of state(): what can be compared by its hash."""
-    try:
-        hash(value)
-    except TypeError as error:
-        raise UnusableResult(
-            f"returned the state {shorten(value)} ({error}); give plain data, such as a tuple"
-        ) from None
+    hash(value)  # by which states are compared; TypeError for a list
     return value
 
 
@@ -235,10 +224,8 @@ def as_text(content: str | list, whose: str) -> str:
     return text_of_parts(content)
 
 
-def checked_step(outcome, environment, processor=None, most: int | None = None) -> tuple[list[dict], float, bool, dict]:
-    """What step() returned, as `read_step` reads it, and `checked_messages`; TrajectoryError if it is no such."""
+def checked_step(outcome: tuple, environment, processor=None, most: int | None = None) -> tuple:
+    """What `read_step` made of step(), with `checked_messages`."""
     whose = f"{name_of(environment)}.step()"
-    if not isinstance(outcome, tuple) or len(outcome) != 4 or not isinstance(outcome[3], dict | None):
-        raise TrajectoryError(f"{whose} must return (messages, reward, done, info); it returned {shorten(outcome)}")
     messages, reward, done, info = outcome
-    return checked_messages(messages, whose, processor, most), reward, done, info or {}
+    return checked_messages(messages, whose, processor, most), reward, done, info

@@ -212,10 +212,10 @@ def test_tools_and_environments_give_plain_data():
         {"x": 1.0},
     )
     for wrong, fault in (("1", "text is not a number"), (float("nan"), "finite")):
-        with pytest.raises(UnusableResult, match=fault):
+        with pytest.raises((TypeError, ValueError), match=fault):
             read_step(([], wrong, True, {}))
     assert read_state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and unread(odd) is odd
-    with pytest.raises(UnusableResult, match="unhashable type: 'list'"):
+    with pytest.raises(TypeError, match="unhashable type: 'list'"):
         read_state((1, []))
 
 
