@@ -447,34 +447,22 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.has_teacher and c.temperature != 1,
          f"--temperature={c.temperature}: a teacher's log-probs are those at temperature 1; leave --temperature out."),
         (c.offload and c.strategy != "fsdp2",
-         f"--offload with --strategy {c.strategy}: ddp has no shards to move, and FSDP1 would keep the gradient of the "
-         "last micro-batch alone; add --strategy fsdp2."),
+         f"--offload with --strategy {c.strategy}: shards wait in CPU memory with fsdp2 alone; add --strategy fsdp2."),
         (c.shard_size and c.strategy == "ddp",
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
-        (c.compile and c.strategy == "fsdp",
-         "--compile with --strategy fsdp: flat parameters change under compiled code; use --strategy fsdp2 or ddp."),
-        (c.strategy == "fsdp" and c.ref_sync_steps,
-         "--strategy fsdp --ref_sync_steps: its flat shards cannot be averaged in place; take fsdp2 or ddp."),
-        (c.strategy == "fsdp" and c.use_peft and c.dtype != "float32",
-         f"--strategy fsdp --use_peft --dtype {c.dtype}: a unit has one dtype, adapters float32; use fsdp2 or ddp."),
-        (c.load_in and not c.use_peft,
-         "--load_in 4bit: weights in 4 bits are frozen, so adapters learn on them; add --use_peft, or leave it out."),
-        (c.load_in and (c.strategy == "fsdp" or c.offload),
-         f"--load_in 4bit {'--offload' if c.offload else '--strategy fsdp'}: not built for weights in 4 bits; use "
-         "--strategy ddp, with which each GPU has the whole base in 4 bits, or --strategy fsdp2 without --offload."),
+        (c.strategy == "fsdp" and (c.compile or c.ref_sync_steps or c.use_peft and c.dtype != "float32"),
+         "--strategy fsdp: flat parameters go neither with --compile, nor with --ref_sync_steps, nor with --use_peft "
+         "where --dtype is not float32; use fsdp2 or ddp."),
+        (c.load_in and (not c.use_peft or c.push_lora == "folded" or c.offload or c.strategy == "fsdp"),
+         "--load_in 4bit: weights in 4 bits are frozen, and nothing is folded into them; add --use_peft, leave out "
+         "--push_lora folded and --offload, and take --strategy ddp or fsdp2."),
         (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
-         "--load_in 4bit --strategy fsdp2 --generator hf: the policy itself would sample, each rank for as long as its "
-         "own completions take, while its shards want all ranks; use a vLLM server, or --strategy ddp."),
-        (c.colocate and (c.generator == "hf" or int(os.environ.get("WORLD_SIZE", "1")) > 1),
-         "--colocate has a server and one rank take turns on one GPU: start one rank, with --generator vllm."),
-        (c.colocate and c.strategy != "ddp" and not c.offload,
-         f"--colocate --strategy {c.strategy}: its shards cannot be moved; take ddp, or fsdp2 with --offload."),
-        (c.colocate and (c.push_steps > 1 or c.load_in),
-         "--colocate: a server that slept has no weights, so each step pushes all of them; leave out --push_steps and "
-         "--load_in, or --colocate."),
-        (c.load_in and c.push_lora == "folded",
-         "--load_in 4bit --push_lora folded: nothing can be folded into 4 bits; leave --push_lora out, and start the "
-         "server with --enable-lora."),
+         "--load_in 4bit --strategy fsdp2 --generator hf: each rank would sample for as long as its own completions "
+         "take, while the shards want all ranks; use a vLLM server, or --strategy ddp."),
+        (c.colocate and (c.generator == "hf" or int(os.environ.get("WORLD_SIZE", "1")) > 1 or c.push_steps > 1
+                         or c.load_in or c.strategy != "ddp" and not c.offload),
+         "--colocate: a server and one rank take turns on one GPU, and each step pushes all weights. Start one rank, "
+         "with --generator vllm and --strategy ddp (or fsdp2 --offload), without --push_steps and --load_in."),
         (c.eval_dataset_id and not (c.eval_steps or c.eval_only),
          "--eval_dataset_id is never used without --eval_steps N (or --eval_only); add it."),
         (c.run_name is not None and not re.fullmatch(r"(?!\.+$)[^/]{1,200}", c.run_name),
