@@ -3,13 +3,12 @@
 Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there is one; the policy's own server, where
 --judge_url has the address of one of --server_urls, its own token. That one goes nowhere else.
 
-A judge's answer has one grammar: it ends by itself, and the whole of it or its last line is a JSON object with a number
-`score`, or `Score: N`; N from 0 to 10. What does not fit is asked for once more. After that, and where the server gives
-no answer within the reward's time limit (safety/http.py), the reward does not apply; `unread` and `unanswered` count
-those, and the column `judge` of the completions shows what was said.
+A judge's answer ends by itself, and its last line is `Score: N`, or JSON that ends with `"score": N}`; N from 0 to 10.
+What does not fit is asked for once more. After that, and where the server gives no answer within the reward's time
+limit (safety/http.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
+completions shows what was said.
 """
 
-import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -26,12 +25,11 @@ Question: {prompt}
 Reference: {answer}
 Answer: {completion}
 
-Is the answer right? Reply with one line of JSON, {{"reason": "a sentence", "score": N}}.
-N is a number from 0 (wrong) to 10 (right)."""
+Is the answer right? Say why in a sentence. Then end with a line "Score: N", N a number from 0 (wrong) to 10 (right)."""
 REMINDER = """
 
-End your reply with a line {"score": N}, N a number from 0 to 10, and nothing after it."""
-SCORE = re.compile(r"[*_ ]*score[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ ]*\.?[*_ ]*", re.IGNORECASE)
+End your reply with a line "Score: N", N a number from 0 to 10, and nothing after it."""
+SCORE = re.compile(r'(?:[*_# ]*score|.*"score")[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ .}]*', re.IGNORECASE)
 
 MAX_TOKENS = 4000  # most tokens of its answer, its thinking included
 THREADS = ThreadPoolExecutor(256, "judge")  # a thread a question under way
@@ -92,7 +90,7 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
         whole = ending in ("stop", None)
         if whole and (score := read_score(text)) is not None:
             return {"reward": score / 10, "attempts": attempt, "unread": 0, "unanswered": 0}, text
-    fault = 'it ends neither with {"score": N} nor with `Score: N`, N from 0 to 10'
+    fault = "it does not end with a line `Score: N`, N from 0 to 10"
     if not whole:
         fault = f"it did not end by itself within {MAX_TOKENS} tokens: finish_reason {ending!r:.50}"
     warn_once(f"the judge at {http.origin(cfg.judge_url)} gave an answer that does not count: {fault}", kind=fault)
@@ -113,18 +111,7 @@ def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
 
 
 def read_score(text: str) -> float | None:
-    """The score, 0 to 10, that a judge's answer gives in its one grammar; None where it does not keep to that."""
-    text = text.rpartition("</think>")[2]
-    lines = [line.strip() for line in text.split("\n") if line.strip() and not line.strip().startswith("```")]
-    for part in ("\n".join(lines), *lines[-1:]):
-        if found := SCORE.fullmatch(part):
-            score = float(found[1])
-        else:
-            try:
-                values = json.loads(part)
-            except (ValueError, RecursionError):
-                continue
-            score = values.get("score") if isinstance(values, dict) else None
-        if isinstance(score, (int, float)) and not isinstance(score, bool) and 0 <= score <= 10:
-            return float(score)
-    return None
+    """The score, 0 to 10, in the last line of a judge's answer; None where that has another form."""
+    lines = [line for line in map(str.strip, text.rpartition("</think>")[2].split("\n")) if line.strip("`}")]
+    found = SCORE.fullmatch(lines[-1]) if lines else None
+    return float(found[1]) if found and float(found[1]) <= 10 else None

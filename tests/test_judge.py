@@ -89,7 +89,7 @@ def judged(served):
     ],
 )
 def test_a_judges_answer_has_one_grammar(text, score):
-    """The whole of it or its last line: a JSON object with a score, or `Score: N`; N from 0 to 10."""
+    """Its last line: `Score: N`, or JSON that ends with the score; N from 0 to 10."""
     assert judge.read_score(text) == score
 
 
