@@ -1,4 +1,4 @@
-"""What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits and seconds.
+"""What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits.
 
     python benchmarks/simulate.py                          benchmarks/results/simulate.md: half an hour on one core
     python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its tables, in two minutes
@@ -14,11 +14,7 @@ values.
                 collectives each with the bytes that a rank ends or begins with, within a machine or between several
                 launches    operations on the GPU that are no views; one of them may launch several kernels
                 waits       of the host for the GPU: reads, copies that block
-                seconds     streams and events are FSDP2's own. An operation takes what its products take at
-                            --matrix_tflops or its bytes at --memory_bandwidth, and begins when the host has come to it
-                            (--launch microseconds each) and its stream is free; a collective takes RING's latencies
-                            and the slower of the links within and between machines, one at a time in each group
-    not         kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
+    not         time; kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
                 values: nothing here says that a gradient is right; FSDP1, and DDP on more than one GPU
 
 Only three passes of an update are simulated; of more, those in the middle are alike. Three and six layers are
@@ -29,9 +25,8 @@ import contextlib
 import re
 import sys
 import tempfile
-import weakref
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field, fields, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,9 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig
 
 ROOT = Path(__file__).parent.parent
@@ -76,20 +69,12 @@ GPU, aten = claimed.GPU, torch.ops.aten
 class SimulateConfig(plan.PlanConfig):
     strategy: Literal["fsdp2", "ddp"] = "fsdp2"  # ddp on one GPU, which has no one to talk to: --load_in 4bit wants it
     # --- simulate ---
-    link_bandwidth: float = 150.0  # GB/s at which a GPU gathers or reduces shards in a machine
-    node_bandwidth: float = 40.0  # GB/s of each GPU's network card (400 Gb/s: 80 %)
-    cpu_bandwidth: float = 25.0  # GB/s of each GPU to CPU memory, and of AdamW there
-    push_bandwidth: float = 2.0  # GB/s of a weight push
     model: str = "qwen2.5-7b"  # a name in MODELS (benchmarks/simulate.py)
     hsdp: bool = False  # --shard_size: copies of the model on each machine, in shards
     rank: int = 0  # whose view; -1: the last one's
     layers: int | None = None  # so many of its decoder layers; unset: all
-    matrix_tflops: float = 600.0  # 10^12 operations a second of large products in bfloat16 (H100: 60 % of 989)
-    launch: float = 6.0  # microseconds that the host takes for an operation
 
 
-QWEN3 = dict(hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, head_dim=128, num_attention_heads=64)
-QWEN3 |= dict(num_key_value_heads=8, vocab_size=151936, tie_word_embeddings=False)
 VISION = dict(
     text_config=dict(
         **dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
@@ -119,9 +104,6 @@ MODELS = {  # published shapes: transformers' kind of model, and arguments of it
     "qwen2.5-7b": dense("qwen2", 3584, 18944, 28, 28, 4, 152064),
     "qwen2.5-32b": dense("qwen2", 5120, 27648, 64, 40, 8, 152064),
     "qwen2.5-72b": dense("qwen2", 8192, 29568, 80, 64, 8, 152064),
-    "llama-3.1-8b": dense("llama", 4096, 14336, 32, 32, 8, 128256),
-    "llama-3.3-70b": dense("llama", 8192, 28672, 80, 64, 8, 128256),
-    "qwen3-32b": ("qwen3", QWEN3),
     "qwen3-30b-a3b": ("qwen3_moe", MIXTURE),
     "qwen2.5-vl-3b": ("qwen2_5_vl", VISION),
 }
@@ -130,11 +112,8 @@ SIDE = 448  # pixels of a picture's sides, one in each prompt of a model that ta
 # ---- a machine without memory ----------------------------------------------------------------------------------------
 
 SMALL = 2**21  # elements of a tensor whose value is kept, if it is known
-RING = dict(base=8.4, within=3.4, between=9.6)  # microseconds: NCCL's own model of a ring's steps (src/graph/tuning.cc)
 READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
 READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
-READS_PART = {aten.embedding, aten.index, aten.index_select, aten.gather, torch.ops.fsdp.all_gather_copy_in}
-IN_OUT = {"allgather": 0, "reduce_scatter": 1, "allreduce": 0, "broadcast": 0}  # which argument is the larger
 
 
 def held(tensor: Tensor) -> Tensor | None:
@@ -145,71 +124,31 @@ def held(tensor: Tensor) -> Tensor | None:
 
 
 class Stream:
-    """As torch.cuda.Stream. `free`: when it has done what it was given, in seconds."""
+    """As torch.cuda.Stream and Event, where nothing takes time."""
 
-    def __init__(self, *_, **__):
-        self.free = 0.0
+    def __init__(self, *_, **__): ...
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.free = max(self.free, other.free)
-
-    def wait_event(self, event: "Event") -> None:
-        self.free = max(self.free, event.at)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        return (event or Event()).record(self)
-
-
-class Event:
-    at = 0.0
-
-    def __init__(self, *_, **__):
-        pass
-
-    def record(self, stream: Stream | None = None) -> "Event":
-        self.at = (stream or Machine.now.stream).free
+    def record(self, *_) -> "Stream":
         return self
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or Machine.now.stream).wait_event(self)
-
-    def synchronize(self) -> None:
-        Machine.now.host = max(Machine.now.host, self.at)
+    wait = wait_stream = wait_event = record_event = synchronize = record
 
 
-@dataclass
-class Phase:
-    begun: float  # seconds, of the host
-    seconds: float = 0.0
-    busy: float = 0.0  # seconds of the GPU's own work
-    peak: Counter = field(default_factory=Counter)  # bytes by device
-    launches: int = 0
-    waits: int = 0
-    collectives: Counter = field(default_factory=Counter)  # (kind, where) -> number
-    moved: Counter = field(default_factory=Counter)  # (kind, where) -> bytes
-    talking: float = 0.0  # seconds of collectives
-
-
-class Machine(TorchDispatchMode):
-    """One rank: its clock, its memory, what it knows of values."""
-
-    now: "Machine"  # the one in use
+class Machine(memory_worker.Recorder):
+    """One rank: its memory on the GPU, what it does, what it knows of values."""
 
     def __init__(self, cfg: SimulateConfig):
         super().__init__()
-        Machine.now = self
         self.cfg, self.aside = cfg, False
-        self.host, self.stream, self.groups = 0.0, Stream(), defaultdict(float)
-        self.alive, self.sizes = Counter(), {}
-        self.phases: dict[str, Phase] = {}
+        self.phases: dict[str, Counter] = {}
         self.enter("start")
 
     def enter(self, name: str) -> None:
-        """What comes from now on belongs to this phase."""
-        end = max(self.host, self.stream.free)
+        """What comes from now on belongs to this phase: numbers of launches, waits, (collective, where) and their
+        bytes; "peak": the most bytes alive."""
         if self.phases:
-            self.phase.seconds = end - self.phase.begun
-        self.phase = self.phases[name] = Phase(end, peak=self.alive.copy())
+            self.phase["peak"] = self.most
+        self.phase, self.most = self.phases.setdefault(name, Counter()), self.now
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, packet = kwargs or {}, func.overloadpacket
@@ -235,11 +174,12 @@ class Machine(TorchDispatchMode):
             self.remember(func, args, kwargs, tensors, out, known)
         made = [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
         for tensor in made:
-            self.add(tensor)
+            if tensor.device.type == GPU.type:
+                self.see(tensor)
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collective(func, args)
         else:
-            self.work(func, args, kwargs, tensors, made, out)
+            self.count(func, args, kwargs, tensors, made)
         return out
 
     # -- values --
@@ -278,103 +218,33 @@ class Machine(TorchDispatchMode):
                     if isinstance(tensor, FakeTensor) and (value := held(tensor)) is not None:
                         value.untyped_storage().resize_(0)
 
-    # -- memory --
+    # -- counts --
 
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = tensor.device.type, 0
-            self.resize(storage._cdata, storage.nbytes())
-            weakref.finalize(storage, self.drop, storage._cdata)
-
-    def resize(self, key: int, size: int) -> None:
-        kind, old = self.sizes[key]
-        size = -(-size // 512) * 512
-        self.alive[kind] += size - old
-        self.sizes[key] = kind, size
-        self.phase.peak[kind] = max(self.phase.peak[kind], self.alive[kind])
-
-    def drop(self, key: int) -> None:
-        kind, size = self.sizes.pop(key)
-        self.alive[kind] -= size
-
-    # -- time --
-
-    def launch(self, seconds: float, stream: Stream | None = None) -> None:
-        stream = stream or self.stream
-        self.host += self.cfg.launch * 1e-6
-        stream.free = max(stream.free, self.host) + seconds
-        self.phase.launches += 1
-
-    def wait(self) -> None:
-        self.host = max(self.host, self.stream.free)
-        self.phase.waits += 1
-
-    def work(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor], out) -> None:
-        packet, everything = func.overloadpacket, tensors + made
-        on_gpu = [x for x in everything if x.device.type == GPU.type]
-        if packet in READS and on_gpu:
-            return self.wait()
+    def count(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor]) -> None:
+        packet, on_gpu = func.overloadpacket, [x.device.type == GPU.type for x in tensors + made]
+        if not any(on_gpu):
+            return
+        if packet in READS:
+            self.phase["waits"] += 1
+            return
         if not (made or func._schema.is_mutable) or is_view(func) or func.__name__.startswith(("empty", "new_empty")):
-            return None
-        if packet in READS_PART:
-            everything = 2 * (made if packet is not torch.ops.fsdp.all_gather_copy_in else tree_leaves(args[0]))
-        moved = sum(x.nbytes for x in everything)
-        if len(on_gpu) < len(tensors + made) and packet in claimed.COPIES and on_gpu:  # from or to the host
-            self.launch(moved / 2 / (self.cfg.cpu_bandwidth * 1e9))
-            blocks = kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
-            if not blocks and not all(x.numel() <= 1 and x.device.type == "cpu" for x in tensors):
-                self.wait()
-        elif on_gpu:
-            flops = flops_of(func, args, kwargs, out)
-            dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
-            rate = self.cfg.matrix_tflops * 1e12 / (1 if dtype.itemsize == 2 else 8)  # float32 and 64: H100's 67 of 989
-            seconds = max(flops / rate, moved / (self.cfg.memory_bandwidth * 1e9))
-            self.phase.busy += seconds
-            self.launch(seconds)
-        elif all(x.device.type == "cpu" for x in everything) and moved > 2**20:  # of small ones the launch is enough
-            self.host += moved / (self.cfg.cpu_bandwidth * 1e9)
-        return None
+            return
+        self.phase["launches"] += 1
+        if packet in claimed.COPIES and not all(on_gpu):  # from or to the host
+            blocks = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
+            self.phase["waits"] += blocks and not all(x.numel() <= 1 and x.device.type == "cpu" for x in tensors)
 
     def collective(self, func, args) -> None:
-        name = func.__name__.partition(".")[0].strip("_").removesuffix("_")
-        if "wait" in name:
+        name, tensors = func.__name__.partition(".")[0], [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        if "wait" in name or tensors[0].device.type != GPU.type:
             return
-        kind = next(kind for kind in IN_OUT if kind in name.replace("all_", "all"))
-        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        sent = [x for x in tree_leaves(args[IN_OUT[kind]]) if isinstance(x, Tensor)] or tensors
+        kind = next(kind for kind in ("gather", "scatter", "reduce", "broadcast") if kind in name)
+        size = max(sum(x.nbytes for x in tree_leaves(each) if isinstance(x, Tensor)) for each in args)
         group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
         group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
-        ranks, size = dist.get_process_group_ranks(group), max(sum(x.nbytes for x in sent), 1)
-        self.talk(kind, ranks, size, tensors[0].device.type == GPU.type)
-
-    def talk(self, kind: str, ranks: list[int], size: int, on_gpu: bool = True) -> None:
-        """size: bytes of the whole that is gathered, reduced or sent."""
-        nodes = Counter(rank // self.cfg.node_gpus for rank in ranks)
-        n, here = len(ranks), nodes[ranks[0] // self.cfg.node_gpus]
-        steps = 2 if kind == "allreduce" else 1
-        within = steps * (n - 1) / n * size / (self.cfg.link_bandwidth * 1e9)
-        between = steps * (n - here) / n * size / (here * self.cfg.node_bandwidth * 1e9)  # by all its network cards
-        hops = (n - len(nodes)) * RING["within"] + (len(nodes) - 1) * RING["between"]
-        seconds = max(within, between) + (RING["base"] + steps * hops) * 1e-6
-        place = (kind, ("between machines" if len(nodes) > 1 else "within one") if on_gpu else "on the host, by gloo")
-        self.phase.collectives[place] += 1
-        self.phase.moved[place] += size
-        if not on_gpu:
-            self.host += seconds
-            return
-        begin = max(self.stream.free, self.groups[tuple(ranks)], self.host + self.cfg.launch * 1e-6)
-        self.launch(0.0)
-        self.stream.free = self.groups[tuple(ranks)] = begin + seconds
-        self.phase.talking += seconds
-
-    @contextlib.contextmanager
-    def on(self, stream: Stream):
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
+        machines = {rank // self.cfg.node_gpus for rank in dist.get_process_group_ranks(group)}
+        where = "between machines" if len(machines) > 1 else "within one"
+        self.phase.update({"launches": 1, (kind, where): 1, where: size})
 
 
 def compute(func, args, kwargs):
@@ -391,22 +261,6 @@ def compute(func, args, kwargs):
 def is_view(func) -> bool:
     infos = [each.alias_info for each in func._schema.returns]
     return func.__name__.startswith(("_unsafe_view", "lift", "detach")) or any(x and not x.is_write for x in infos)
-
-
-def flops_of(func, args, kwargs, out) -> float:
-    packet, name = func.overloadpacket, str(func)
-    if "_varlen_attn" in name:
-        backward = "backward" in name
-        query, ends = args[1 if backward else 0], args[6:8] if backward else args[3:5]
-        queries, keys = (held(x).diff().tolist() for x in ends)
-        pairs = sum(a * (b - a) + a * (a + 1) / 2 for a, b in zip(queries, keys, strict=True))
-        return (10 if backward else 4) * query.shape[1] * query.shape[2] * pairs
-    if name.startswith("bitsandbytes.gemm_4bit"):  # [..., in], packed, (out, in)
-        return 2.0 * args[0].numel() * args[2][0]
-    if packet is aten._grouped_mm:  # [tokens, in] x [experts, in, out], or [in, tokens] x [tokens, out]
-        a, b = args[:2]
-        return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
-    return flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0.0
 
 
 def as_list(tensor: Tensor) -> list:
@@ -434,13 +288,6 @@ def register() -> torch.library.Library:
 def simulated(cfg: SimulateConfig):
     """Within, tensors have no memory, GPU is a device, and this process is rank --rank of --gpus."""
     register()
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage, size):
-        resize(storage, size)
-        if storage._cdata in machine.sizes:  # FSDP2 frees what it has gathered in this way
-            machine.resize(storage._cdata, size)
-        return storage
 
     def shape_of(*arguments, find=ShardingPropagator._propagate_tensor_meta_non_cached):
         machine.aside = True  # DTensor has it computed on tensors without shards
@@ -451,13 +298,11 @@ def simulated(cfg: SimulateConfig):
 
     def gather(out, value, group=None):
         out[:] = [value] * len(out)
-        machine.talk("objects", list(range(cfg.gpus)), 4096 * cfg.gpus, on_gpu=False)
 
-    cuda_like = dict(Stream=Stream, Event=Event, stream=lambda s: machine.on(s), current_stream=lambda: machine.stream)
+    cuda_like = dict(Stream=Stream, Event=Stream, current_stream=Stream, stream=contextlib.nullcontext)
     dist.init_process_group("fake", store=FakeStore(), rank=cfg.rank % cfg.gpus, world_size=cfg.gpus)
     try:
         with (
-            mock.patch.object(torch.UntypedStorage, "resize_", resized),
             mock.patch.multiple(FakeTensor, create=True, tolist=as_list, is_cuda=property(lambda x: x.device == GPU)),
             mock.patch.multiple(torch.gpu, create=True, **cuda_like),
             mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
@@ -477,15 +322,6 @@ def simulated(cfg: SimulateConfig):
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
-
-
-class Server(memory_worker.Sender):
-    """Takes a push at --push_bandwidth."""
-
-    def send_bucket(self, named: list) -> None:
-        super().send_bucket(named)
-        size = sum(tensor.numel() for _, tensor in named) * self.weight_dtype.itemsize
-        Machine.now.host += size / (Machine.now.cfg.push_bandwidth * 1e9)
 
 
 @cache
@@ -598,9 +434,8 @@ def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = Non
 
 @dataclass
 class Result:
-    phases: dict[str, Phase]
+    phases: dict[str, Counter]
     kept: int  # bytes on the GPU between two steps
-    tokens: int  # of a pass
 
 
 PASSES = ("first pass", "middle pass", "last pass")
@@ -639,12 +474,11 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         if cfg.colocate:
             moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None, teacher=None)
             move(moves, torch.device("cpu"))
-        kept = machine.alive[GPU.type]
-        server = Server(dist.get_rank())
+        kept, server = machine.now, memory_worker.Sender(dist.get_rank())
         server.adapter = "policy" if cfg.load_in else None  # nothing can be folded into 4 bits: adapters travel alone
         script.push_weights(policy, server, 1, cfg.push_bucket_mb or plan.push_bucket_mb(0))
         machine.enter("end")
-    return Result(machine.phases, kept, most_tokens(cfg))
+    return Result(machine.phases, kept)
 
 
 def run_passes(machine, policy, optimizer, batch: script.Batch, cfg: SimulateConfig) -> None:
@@ -679,7 +513,7 @@ def predicted(cfg: SimulateConfig) -> Counter:
 
 def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
     """(bytes simulated, bytes that plan.py says) on the GPU: kept between steps, in an update."""
-    update = max(found.phases[name].peak[GPU.type] for name in (*PASSES, "optimizer"))
+    update = max(found.phases[name]["peak"] for name in (*PASSES, "optimizer"))
     return {"kept": (found.kept, plan.kept(need)), "update": (update, plan.peak(need))}
 
 
@@ -698,46 +532,26 @@ CASES = [
 ]  # fmt: skip
 FEW = (3, 6)  # layers that are simulated
 
-NEMO = "NeMo-RL 0.4, GRPO on DGX H100, Megatron (docs/about/performance-summary.md)"
-TITAN = "torchtitan, FSDP2 on H100 of 500 W, selective recomputation (docs/performance.md)"
-TITAN_A100 = "torchtitan, FSDP2 on A100, full recomputation (docs/performance.md)"
-A100 = "--matrix_tflops 200 --memory_bandwidth 1300 --node_bandwidth 20"  # as H100: some 60 % of 312, of 2039
-PLAIN = "--prompt 16 --completion 8176 --max_prompt_length 16 --max_completion_length 8176"
-GRPO = "--max_prompt_length 200 --max_completion_length 3896 --prompt 200 --num_generations 32"
-# source, words, tokens of a step on all GPUs, of which completions, updates, what is published: tokens/s/GPU or seconds
-PUBLISHED = [
-    (TITAN, f"llama-3.1-8b --gpus 8 {PLAIN} --tokens_per_microbatch 14895", 0, 0, 0, 5762),
-    (TITAN_A100, f"llama-3.3-70b --gpus 64 {PLAIN} --tokens_per_microbatch 7448 {A100}", 0, 0, 0, 331),
-    (NEMO, f"llama-3.1-8b --gpus 16 {GRPO} --completion 860", 2048 * 1060, 2048, 4, 97.7),
-    (NEMO, f"qwen3-32b --gpus 32 {GRPO} --completion 3006", 2048 * 3206, 2048, 4, 393),
-    (NEMO, f"qwen3-30b-a3b --gpus 32 {GRPO} --completion 2954", 2048 * 3154, 2048, 4, 225),
-]
-
 
 def config(words: str) -> SimulateConfig:
     return load_config(SimulateConfig, f"--model {words}".split())
 
 
-def line(less, more, layers: int):
-    """On the line through what FEW layers have, the value of `layers`; of all numbers within."""
-    if isinstance(less, int | float):
-        return less + (more - less) * (layers - FEW[0]) / (FEW[1] - FEW[0])
-    if isinstance(less, dict):
-        return type(less)({key: line(less.get(key, 0), more.get(key, 0), layers) for key in less.keys() | more.keys()})
-    if isinstance(less, list | tuple):
-        return tuple(line(a, b, layers) for a, b in zip(less, more, strict=True))
-    return type(less)(**{f.name: line(getattr(less, f.name), getattr(more, f.name), layers) for f in fields(less)})
-
-
 def whole(cfg: SimulateConfig) -> Result:
     """A step of all layers."""
-    few = [simulate(replace(cfg, layers=layers)) for layers in FEW]
-    layers = config_of(cfg).get_text_config().num_hidden_layers
-    drawn = {name: line(phase, few[1].phases[name], layers) for name, phase in few[0].phases.items()}
-    found = Result(drawn, line(few[0].kept, few[1].kept, layers), few[0].tokens)
+    less, more = (simulate(replace(cfg, layers=layers)) for layers in FEW)
+    share = (config_of(cfg).get_text_config().num_hidden_layers - FEW[0]) / (FEW[1] - FEW[0])
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    phases = {}
+    for name, phase in less.phases.items():
+        longer = more.phases[name]
+        phases[name] = Counter({key: line(phase[key], longer[key]) for key in phase.keys() | longer.keys()})
     # Which tensors fill a bucket together depends on the number of layers, and is on no line.
-    drawn["push"] = simulate(cfg, passes=False).phases["push"]
-    return found
+    phases["push"] = simulate(cfg, passes=False).phases["push"]
+    return Result(phases, line(less.kept, more.kept))
 
 
 def bytes_row(words: str, sizes: dict, push: int) -> str:
@@ -750,45 +564,21 @@ def bytes_row(words: str, sizes: dict, push: int) -> str:
 
 
 def pass_row(words: str, found: Result) -> str:
-    middle, step = found.phases[PASSES[1]], found.phases["optimizer"]
-    calls = {"allgather": 0.0, "reduce_scatter": 0.0, "allreduce": 0.0}
-    moved = {"within one": 0.0, "between machines": 0.0}
-    for (kind, where), number in middle.collectives.items():
-        if where in moved:
-            calls[kind] += number
-            moved[where] += middle.moved[kind, where]
-    last = sum(n for (kind, where), n in found.phases[PASSES[2]].collectives.items() if kind == "allreduce")
-    cells = [words, f"{calls['allgather']:.0f} + {calls['reduce_scatter']:.0f}", f"{last:.0f}"]
-    cells += [f"{size / GIB:.1f}" for size in moved.values()] + [f"{middle.launches:.0f}", f"{middle.waits:.0f}"]
-    exposed = max(middle.seconds - middle.busy, 0)
-    cells += [f"{middle.seconds:.2f}", f"{middle.talking:.2f}", f"{exposed:.2f}"]
-    cells += [f"{found.tokens / middle.seconds:,.0f}", f"{step.seconds:.2f}", f"{found.phases['push'].seconds:.1f}"]
+    middle, last = found.phases[PASSES[1]], found.phases[PASSES[2]]
+
+    def calls(phase: Counter, kind: str) -> str:
+        return f"{phase[kind, 'within one'] + phase[kind, 'between machines']:.0f}"
+
+    cells = [words, f"{calls(middle, 'gather')} + {calls(middle, 'scatter')}", calls(last, "reduce")]
+    cells += [f"{middle[where] / GIB:.1f}" for where in ("within one", "between machines")]
+    cells += [f"{middle[what]:.0f}" for what in ("launches", "waits")]
     return f"| {' | '.join(cells)} |"
-
-
-def published_row(source: str, words: str, tokens: int, completions: int, updates: int, published: float) -> str:
-    cfg, name = config(words), " ".join(words.split()[:3])
-    found = whole(cfg)
-    middle = found.phases[PASSES[1]].seconds
-    if not updates:
-        ours = found.tokens / middle
-        return f"| {name} | {source} | {published:,.0f} tokens/s/GPU | {ours:,.0f} | {ours / published - 1:+.0%} |"
-    passes = tokens / cfg.gpus / found.tokens
-    parts = {"update": passes * middle + updates * found.phases["optimizer"].seconds}
-    parts["log-probs"] = 2 * passes * found.phases["old log-probs"].seconds  # of the policy and of the reference
-    shape = config_of(cfg)
-    with torch.device("meta"):
-        sizes = plan.sizes_of(script.empty_policy(cfg, shape))
-    parts["sampling"] = plan.serve(cfg, shape, sizes, cfg.gpus, completions)["seconds"]
-    parts["push"] = 2 * sizes.trained / (cfg.push_bandwidth * 1e9)
-    ours, said = sum(parts.values()), ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
-    return f"| {name} | {source} | {published:g} s | {ours:.0f} s ({said}) | {ours / published - 1:+.0%} |"
 
 
 def rows_of(words: str) -> tuple[str, str]:
     """Of a case, in the tables of bytes and of a pass."""
     found = whole(cfg := config(f"{words} {LENGTHS}"))
-    push = found.phases["push"].peak[GPU.type]
+    push = found.phases["push"]["peak"]
     rows = bytes_row(words, errors(found, predicted(cfg)), push), pass_row(words, found)
     print(*rows, sep="\n", flush=True)
     return rows
@@ -799,13 +589,9 @@ def main(words: list[str]) -> None:
         rows_of(" ".join(words))
         return
     drawn, real = (run(config(f"{CASES[0]} {LENGTHS}")) for run in (whole, simulate))
-    pairs = {
-        "update": [max(r.phases[p].peak[GPU.type] for p in PASSES) for r in (drawn, real)],
-        "seconds of a micro-batch": [r.phases[PASSES[1]].seconds for r in (drawn, real)],
-        "launches": [r.phases[PASSES[1]].launches for r in (drawn, real)],
-    }
-    print("the line:", ", ".join(f"{name} {a / b - 1:+.1%}" for name, (a, b) in pairs.items()))
-    tables = iter([*zip(*map(rows_of, CASES), strict=True), [published_row(*row) for row in PUBLISHED]])
+    drawn, real = (result.phases[PASSES[1]] for result in (drawn, real))
+    print("a pass, on the line and simulated:", {key: (value, real[key]) for key, value in drawn.items()})
+    tables = iter(zip(*map(rows_of, CASES), strict=True))
     out = ROOT / "benchmarks/results/simulate.md"  # its words stay
     text = re.sub(r"(?<=-\|\n)(?:\|.*\n)+", lambda _: "\n".join(next(tables)) + "\n", out.read_text(encoding="utf-8"))
     out.write_text(text, encoding="utf-8")

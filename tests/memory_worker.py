@@ -30,7 +30,7 @@ from vllm_client import VLLMClient  # noqa: E402
 
 
 class Recorder(TorchDispatchMode):
-    """Bytes of the storages made under it that are alive, and the most there were."""
+    """Bytes of the storages made under it that are alive, in CUDA's blocks of 512, and the most there were."""
 
     def __init__(self):
         super().__init__()
@@ -40,29 +40,39 @@ class Recorder(TorchDispatchMode):
         returned = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(returned):
             if isinstance(tensor, torch.Tensor):  # of a DTensor its shard; of one that is still to arrive its place
-                tensor = getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor))
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.sizes:
-                    weakref.finalize(storage, self.resize, storage._cdata, 0)
-                    self.resize(storage._cdata, storage.nbytes())
+                self.see(getattr(tensor, "_local_tensor", getattr(tensor, "elem", tensor)))
         return returned
 
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.sizes:
+            weakref.finalize(storage, self.drop, storage._cdata)
+            self.resize(storage._cdata, storage.nbytes())
+
     def __enter__(self):
-        resize = torch.UntypedStorage.resize_
+        self.plain = plain = torch.UntypedStorage.resize_
 
         def resized(storage, size):  # FSDP2 frees what it has gathered in this way
-            resize(storage, size)
-            if storage._cdata in self.sizes or size:
+            plain(storage, size)
+            if storage._cdata in self.sizes:
                 self.resize(storage._cdata, size)
             return storage
 
         torch.UntypedStorage.resize_ = resized
         return super().__enter__()
 
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.plain
+        return super().__exit__(*error)
+
     def resize(self, key: int, size: int) -> None:
-        self.now += size - self.sizes.pop(key, 0)
-        self.sizes |= {key: size} if size else {}
+        size = -(-size // 512) * 512
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key] = size
         self.most = max(self.most, self.now)
+
+    def drop(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
 
     def again(self) -> int:
         """Bytes there are; the most is counted anew from here."""
