@@ -67,7 +67,7 @@ class Batch:
     record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
     places: Tensor | None = None  # [B] which of its rows these are
     restarts: list[list] = field(default_factory=list)  # per row, (column where its context begins anew, model_inputs)
-    starts: Tensor | None = None  # [B] of rows that `apart` made: the column where each began
+    starts: Tensor | None = None  # [B] of rows that `split_restarts` made: the column where each began
 
     @property
     def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
@@ -156,7 +156,7 @@ def restarts_of(t) -> list[tuple[int, dict]]:
     return [(len(t.prompt_ids) + place, given) for place, given in zip(places, inputs, strict=True)]
 
 
-def apart(batch: Batch) -> Batch:
+def split_restarts(batch: Batch) -> Batch:
     """The rows that the policy computes: where the context of a trajectory begins anew (see Trajectory) a row of its
     own, which sees nothing of what was before.  [B, T] -> [R, T']
 
@@ -190,8 +190,8 @@ def apart(batch: Batch) -> Batch:
     return replace(found, restarts=[], starts=starts)
 
 
-def joined(values: Tensor, parts: Batch, whole: Batch) -> Tensor:
-    """Values of the sampled tokens of `parts`, which `apart` made of `whole`, at their places there; 0 elsewhere.
+def merge_restarts(values: Tensor, parts: Batch, whole: Batch) -> Tensor:
+    """Values of the sampled tokens of `parts`, which `split_restarts` made of `whole`, at their places there; 0 else.
     [R, T', ...] -> [B, T, ...]"""
     if parts is whole:
         return values

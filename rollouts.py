@@ -70,7 +70,7 @@ async def enough_groups(
     sample: Callable, first: list[int], further: list[int], domain_of: Callable[[int], str], cfg: TrainConfig
 ) -> tuple[list, dict]:
     """A group with signal for each prompt of `first`, as far as `further` ones of the same domain can replace silent
-    ones: results of `sample`, a coroutine number -> (group, whether it is silent, ...); and counts of the others.
+    ones: results of `sample`, a coroutine number -> Sampled (train_grpo.py); and counts of the others.
 
     The moment a group ends silent another prompt begins; when all are used up silent ones stay, so that a step never
     grows or shrinks. None takes the place of one that is merely slow, or short completions would be preferred: the
@@ -88,7 +88,7 @@ async def enough_groups(
         async def until_one_has_signal() -> None:
             for place, number in waiting:  # which all draw from
                 ended[place] = await sample(number)
-                if not ended[place][1]:
+                if not ended[place].silent:
                     return
 
         tasks = [asyncio.create_task(until_one_has_signal()) for _ in range(wanted)]
@@ -98,8 +98,8 @@ async def enough_groups(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        chosen = sorted(sorted(ended), key=lambda place: ended[place][1])[:wanted]  # those with signal first
-        totals.update(resampled=len(ended) - wanted, silent=sum(ended[place][1] for place in chosen))
+        chosen = sorted(sorted(ended), key=lambda place: ended[place].silent)[:wanted]  # those with signal first
+        totals.update(resampled=len(ended) - wanted, silent=sum(ended[place].silent for place in chosen))
         return iter([ended[place] for place in chosen])
 
     wanted = Counter(map(domain_of, first))

@@ -32,10 +32,10 @@ Dimensions in comments: B completions of a batch, T tokens of the longest prompt
 first token), G completions per prompt, N sampled tokens, V vocabulary; R rows of a forward pass (one where prompts are
 shared), L their length. A row of data is a dict (`rows`, in sections 2 and 3); a row of a tensor is a completion.
 
-What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, without those
-that `leave_out` takes out; `advantages` [B, T] are 0 elsewhere; `groups` [B] says whose prompt a row has, rows of one
-prompt are adjacent; `scores` [B] are as the reward functions gave them, `shaped_scores` [B] what `shape_rewards` made
-of them.
+What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, minus those
+that `leave_out` removes; `advantages` [B, T] are 0 elsewhere; rows with the same number in `groups` [B] answer the same
+prompt, and are adjacent; `scores` [B] are as the reward functions gave them, `shaped_scores` [B] what `shape_rewards`
+made of them.
 
 A run may have several data sets, its domains, with settings of their own: `cfg.of(row)` is the config of a row's
 domain, `cfg.by_domain()` are all of them. Without --domains there is one, cfg itself.
@@ -61,6 +61,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,16 +86,16 @@ from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import divergence, rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
 from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
-from batch import Batch, add_statistics, apart, by_domain, center_by_group, clip_stats, clipped_surrogate, collate
-from batch import differ, group_index, group_mean, group_std, joined, log_ratio, placed, record, returns_to_go, row_mean
-from batch import row_sum, sequence_ratio, spread, start_record, whiten
-from batch import by_turn, normalize, turn_returns  # noqa: F401 - for advantages of your own
+from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats, clipped_surrogate, collate, differ
+from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
+from batch import sequence_ratio, split_restarts, spread, start_record
+from batch import by_turn, normalize, returns_to_go, turn_returns, whiten  # noqa: F401 - for advantages of your own
 from inputs import agreement
-from inputs import parameters, prompts, vision
+from inputs import parameters, vision
 from inputs import router_replay
 from inputs.attention import packed, take_packed_rows
 from inputs.loading import autocasts, load_hf_model, share_adapters, to_train
-from inputs.model import adapter_buckets, backbone, check_window, chunk_size, image_weights, logits_of, text_model
+from inputs.model import adapter_buckets, backbone, chunk_size, image_weights, logits_of, text_model
 from inputs.packing import balanced, micro_batches, minibatches, pack
 from inputs.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, walk
 from inputs.processor import faults_named, load_processor  # noqa: F401 - the second for after_rollout
@@ -110,7 +111,7 @@ from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics,
 from runlog.setup import first_push, settled
 from runlog.tokens import write_vocabulary
 from serving import colocate
-from serving import servers
+from serving.servers import make_generator
 # isort: on
 
 # ==== 1 the loop =====================================================================================================
@@ -181,29 +182,30 @@ def train(
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(step, 0)
             trajectories, collected = collector.take(step, pushed, cfg)
-            colocate.trainers_turn(run, cfg)  # until the push
+            colocate.trainers_turn(run, cfg)  # with --colocate the server sleeps from here to the push
             metrics |= rollout_metrics(trajectories, cfg) | collected
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
-            changed = after_rollout(trajectories, run.memory, step, cfg)
-            trajectories, numbers = checks.with_numbers(changed, trajectories)
-            foreign = counts_by_origin(trajectories)  # those that after_rollout added
-            metrics |= numbers | foreign
+            returned = after_rollout(trajectories, run.memory, step, cfg)
+            trajectories, numbers = checks.with_numbers(returned, trajectories)
+            added = counts_by_origin(trajectories)  # those that after_rollout added
+            metrics |= numbers | added
             batch = collate(trajectories, pad_id, run.device, rank, step)
-            as_sampled = replace(cfg, temperature=settings_at(step, cfg).temperature)  # what was sampled from
-            metrics |= teachers.add(batch, run, trajectories, pad_id, as_sampled, all_logprobs)
+            # Losses divide the logits by the temperature at which the step was sampled.
+            step_cfg = replace(cfg, temperature=settings_at(step, cfg).temperature)
+            metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)
             with clock(metrics, "logprobs"):
-                add_logprobs(batch, policy, run.reference, run.inner, as_sampled)
+                add_logprobs(batch, policy, run.reference, run.inner, step_cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
-            metrics |= checks.logged(leave_out(batch, trajectories, cfg) or {}, batch)
+            metrics |= checks.metrics_of(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and cfg.log_completions:
                 start_record(batch)
             with clock(metrics, "update"):
-                metrics |= update(policy, run.optimizer, batch, as_sampled, step) if learns else {}
+                metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
             metrics |= router_replay.metrics(run.inner.routing, batch, cfg)
             metrics |= gpu.metrics(run.size, trajectories, cfg, metrics["time/update"], run.device) if learns else {}
-            agreement.check_step(metrics, cfg, compares=step == run.first and not foreign)
+            agreement.check_step(metrics, cfg, compares=step == run.first and not added)
             with clock(metrics, "push"):
                 colocate.servers_turn(run, cfg)
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
@@ -274,6 +276,14 @@ class PromptSampler:
 
 # ==== 3 rollout and scoring ==========================================================================================
 
+
+class Sampled(NamedTuple):
+    group: list[Trajectory]  # one prompt's
+    silent: bool  # nothing can be learned from it, and --dynamic_sampling replaces such groups
+    sampled_after: float  # seconds from the start of the step to its last token
+    scored_after: float  # and to its last score
+
+
 # From a step to its tokens:
 #
 #     Collector.take          draws a step's prompts; train_async.py has another, which does so ahead of the trainer
@@ -317,33 +327,34 @@ def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int]
 
 async def sample_rows(
     rows: Sequence[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
-) -> tuple[list[tuple], dict]:
-    """Completions of the rows `first`, sampled and scored, [(group, whether it is silent, (seconds until sampled, until
-    scored))] in this order; and counts by `rollouts.enough_groups`. --dynamic_sampling (DAPO, 2503.14476
-    sec. 3.2) replaces silent groups by those of `further` rows. Nothing here talks to other ranks: train_async.py runs
-    it in the background."""
+) -> tuple[list[Sampled], dict]:
+    """Completions of the rows `first`, sampled and scored, in this order; and counts by `rollouts.enough_groups`.
+    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) replaces silent groups by those of `further` rows. Nothing here talks
+    to other ranks: train_async.py runs it in the background."""
     begun = time.perf_counter()
 
-    async def sample(number: int) -> tuple[list[Trajectory], bool, tuple[float, float]]:
+    async def sample(number: int) -> Sampled:
         settings = settings_at(step, cfg.of(rows[number]))
-        configs = [settings]
+        calls = [settings]
         if "baselines" in needs(cfg):  # the score of a greedy completion
-            configs.append(replace(settings, num_generations=1, temperature=0.0, purpose="baseline"))
-        calls = (rollout(rows[number], generator, reward_functions, each, versions) for each in configs)
-        (group, sampled_at), *greedy = await asyncio.gather(*calls)
+            calls.append(replace(settings, num_generations=1, temperature=0.0, purpose="baseline"))
+        given = rows[number], generator, reward_functions
+        results = await asyncio.gather(*(rollout(*given, call_cfg, versions) for call_cfg in calls))
+        group, sampled_at = results[0]
         for trajectory in group:
             trajectory.info["row_number"] = number
-        for (completion, *_), _ in greedy:
-            rollouts.tell_baseline(group, completion)
-        times = sampled_at - begun, time.perf_counter() - begun
-        return group, cfg.dynamic_sampling and not has_signal(group, settings), times
+        if len(results) > 1:
+            greedy_group, _ = results[1]
+            rollouts.tell_baseline(group, greedy_group[0])
+        silent = cfg.dynamic_sampling and not has_signal(group, settings)
+        return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
     return await rollouts.enough_groups(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
     """Edit me: what a step is sampled and scored with, where that changes by step: replace(cfg, temperature=...), or
-    max_completion_length. No evaluation and no loss sees it, but for the temperature, which is the policy's, too."""
+    max_completion_length. Evaluations and losses do not see it; only its temperature holds for the policy, too."""
     return cfg
 
 
@@ -356,23 +367,23 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
     cfg = rollouts.sampled_by(row, cfg)  # the settings of the row's domain, with the row's own num_generations
     functions, sampled_at = own_functions(reward_functions, cfg), [time.perf_counter()]
 
-    async def sample_and_score(cfg: TrainConfig) -> list[Trajectory]:
-        trajectories = await rollouts.call_rollout(row, generator, cfg)
+    async def sample_and_score(call_cfg: TrainConfig) -> list[Trajectory]:
+        trajectories = await rollouts.call_rollout(row, generator, call_cfg)
         sampled_at.append(time.perf_counter())
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        scoring = asyncio.ensure_future(score(played, functions, cfg))
+        scoring = asyncio.ensure_future(score(played, functions, call_cfg))
         try:
-            await asyncio.gather(scoring, teachers.tell(played, generator, cfg, scored=scoring))
+            await asyncio.gather(scoring, teachers.tell(played, generator, call_cfg, scored=scoring))
         except RewardError as error:
             return [failed_trajectory(t.row, t.group, error) for t in trajectories]
         return trajectories
 
     # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
     # reward function say `per_trajectory`.
-    parts = rollouts.scored_together(cfg, functions)
-    return sum(await asyncio.gather(*map(sample_and_score, parts)), []), max(sampled_at)
+    calls = rollouts.scored_together(cfg, functions)  # the settings of each
+    return sum(await asyncio.gather(*map(sample_and_score, calls)), []), max(sampled_at)
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
@@ -390,15 +401,15 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     return differs and low <= mean <= high
 
 
-def collect(rows: Sequence[dict], sampled: list[tuple], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
+def collect(rows: Sequence[dict], sampled: list[Sampled], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
     """What `sample_rows` returned -> this rank's trajectories of the step, without those that failed or lack a score
     beside others of their prompt, and metrics.
 
     Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
     """
-    utils.wait_for_ranks(cfg.dist_timeout)  # here, where completions of other lengths part them
-    groups, _, times = (list(column) for column in zip(*sampled, strict=True))
-    generate, scored = map(max, zip(*times, strict=True))  # seconds until all of it was sampled, and scored
+    utils.wait_for_ranks(cfg.dist_timeout)  # they finish sampling at different times
+    groups, generate = [one.group for one in sampled], max(one.sampled_after for one in sampled)
+    scored = max(one.scored_after for one in sampled)
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
     counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else {}
@@ -437,10 +448,8 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
 def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cfg: TrainConfig) -> None:
     """Only the log-probs that are needed before the first update: with one update a step and nothing that reads old
     log-probs the ratio is 1 by construction, and no forward pass is made."""
-    several = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     asked = needs(cfg)
-    of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"}
-    if several or cfg.kl_in_reward or cfg.top_entropy_quantile < 1 or of_policy:
+    if needs_old_logprobs(cfg):
         batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
@@ -450,17 +459,30 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
             batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
 
 
+def needs_old_logprobs(cfg: TrainConfig) -> bool:
+    """Whether anything reads what the policy says of the step before its first update."""
+    return (
+        # The ratio of later updates. A loss may ask at any number of updates.
+        (cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute")
+        or bool(needs(cfg) & {"old_logprobs", "entropy", "sum_pi_squared"})
+        or cfg.kl_in_reward
+        or cfg.top_entropy_quantile < 1
+    )
+
+
 @torch.no_grad()
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
-    """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each"""
-    whole, out = batch, []
-    batch = apart(whole)  # completions that begin anew within as several rows
-    for rows in micro_batches(batch, cfg):  # row numbers; empty where other ranks have more passes
-        parts = compute_logprobs(policy, batch.select(rows or [0]), cfg, top)  # cut to the longest of them
-        out = out or [part.new_zeros(*batch.loss_mask.shape, *part.shape[2:]) for part in parts]
+    """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each
+
+    The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
+    """
+    split, out = split_restarts(batch), []
+    for rows in micro_batches(split, cfg):  # row numbers; empty where other ranks have more passes
+        parts = compute_logprobs(policy, split.select(rows or [0]), cfg, top)  # cut to the longest of them
+        out = out or [part.new_zeros(*split.loss_mask.shape, *part.shape[2:]) for part in parts]
         for kept, values in zip(out, parts if rows else (), strict=False):
             kept[rows, : values.shape[1]] = values
-    return tuple(joined(values, batch, whole) for values in out)
+    return tuple(merge_restarts(values, split, batch) for values in out)
 
 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
@@ -487,7 +509,7 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int
     return tuple(map(placed_back, (logprobs, *others)))
 
 
-# ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], statistics {name: number}) ===================================
+# ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], numbers to log) =============================================
 
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index look
 # at this rank alone; whiten and normalize take all ranks together, so every rank has to call them.
@@ -510,22 +532,8 @@ def dr_grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     return spread(center_by_group(batch.shaped_scores, batch.groups), batch.loss_mask)
 
 
-def rloo(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """s - mean of the other n - 1 scores = (s - mean) n / (n - 1).  REINFORCE leave-one-out, 2402.14740.  [B, T]"""
-    _, size = group_index(batch.groups)  # [B] completions of each row's group
-    others = center_by_group(batch.shaped_scores, batch.groups) * size / (size - 1).clamp(min=1)
-    return spread(others, batch.loss_mask)
-
-
-def reinforce_plus_plus(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Discounted reward to go, whitened over the step's tokens: no groups needed.  2501.03262.  [B, T]"""
-    return whiten(returns_to_go(batch, cfg.gamma), batch.loss_mask)
-
-
-reinforce_plus_plus.compares_group = False
-
 ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict]]] = {
-    "grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_plus_plus": reinforce_plus_plus, **MORE_ADVANTAGES,
+    "grpo": grpo, "dr_grpo": dr_grpo, **MORE_ADVANTAGES,
 }  # fmt: skip
 
 
@@ -548,16 +556,17 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    for domain, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
-        advantages, numbers = checks.computed(advantage, part, domain)
+    for domain_cfg, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
+        advantages, numbers = checks.computed(advantage, part, domain_cfg)
         batch.advantages = placed(advantages, rows, batch.advantages)
-        stats |= checks.logged({domain.prefix + name: value for name, value in numbers.items()}, part)
+        stats |= checks.metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
     return stats | sizes_of_advantages(batch)
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
-    """Edit me: what is sampled and compared, but not learned from. Completions go out of loss_mask and advantages,
-    tokens of low entropy (--top_entropy_quantile) out of the advantages only. Returns {name: numbers to log}."""
+    """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that no denominator
+    counts it; tokens of low entropy (--top_entropy_quantile) lose their advantage alone. Returns {name: numbers to
+    log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
@@ -641,10 +650,10 @@ def own_term(logprobs: Tensor, _: Tensor, part: Batch, cfg: TrainConfig) -> tupl
     """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
 
     Gets log-probs [B, T] of the sampled tokens with gradient, their entropy [B, T], and the micro-batch, in which
-    `part.rows` are the data rows and `part.step` is the step. The entropy has a gradient, which costs memory, if you
-    call that argument `entropy`. Returns the loss per token [B, T] (or None), to which --loss_agg applies, and
-    statistics like a policy loss. With `own_term.weights = "sum"` below it, it is added up as it is: a term of
-    completions or pairs divides by their number over all ranks, which `prepare` finds (section 5).
+    `part.rows` are the data rows and `part.step` is the step. Name the second argument `entropy`, in place of `_`, and
+    the entropy has a gradient, too, which costs memory. Returns the loss per token [B, T] (or None), to which
+    --loss_agg applies, and statistics like a policy loss. With `own_term.weights = "sum"` below it, it is added up as
+    it is: a term of completions or pairs divides by their number over all ranks, which `prepare` finds (section 5).
     """
     return None, {}
 
@@ -670,10 +679,11 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 
 def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of a micro-batch; prompts and completions may have several of its rows.  [B, T]"""
-    if "_divided_by" in part.extras:  # each token's weight is 1 / its row's own number / the number of units
-        counts = counts | {"num_tokens": part.extras["_divided_by"][:, None]}
-        return token_weights(part.loss_mask, "prompt_mean", **counts)
+    """`token_weights` of a micro-batch. It may hold some of a prompt's completions, or of a completion's rows: for
+    means over these `with_counts_of_update` has counted all their tokens.  [B, T]"""
+    if "_tokens_of_unit" in part.extras:
+        counts = counts | {"num_tokens": part.extras["_tokens_of_unit"][:, None]}
+        return token_weights(part.loss_mask, "prompt_mean", **counts)  # the same formula, whatever the unit is
     return token_weights(part.loss_mask, cfg.loss_agg, **counts)
 
 
@@ -684,11 +694,14 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
     """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank."""
     total, norms = defaultdict(float), []
     parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
-    number = step * cfg.num_iterations * cfg.num_minibatches
+    updates_done = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
         policy.zero_grad()  # all of it: the optimizer knows only what is in its groups, and the clip takes all
         for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
-            total[name] = torch.maximum(total.get(name, value), value) if name.endswith("_max") else total[name] + value
+            if name.endswith("_max"):
+                total[name] = torch.maximum(total.get(name, value), value)
+            else:
+                total[name] += value
         check_optimizer(optimizer, policy)
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
@@ -698,14 +711,15 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
                 f"{checks.why_not_finite(part)}"
             )
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(number, cfg) * group.get("lr_scale", 1.0)
+            group["lr"] = lr_at(updates_done, cfg) * group.get("lr_scale", 1.0)
         optimizer.step()
-        number += 1
+        updates_done += 1
     policy.zero_grad()
     metrics = checks.means_of(total)
     metrics |= {"loss": metrics["loss"] / len(norms), "grad_norm": sum(norms) / len(norms)}
-    groups = enumerate(optimizer.param_groups)
-    return metrics | {f"lr/{group.get('name', i)}" if i else "lr": group["lr"] for i, group in groups}
+    for i, group in enumerate(optimizer.param_groups):
+        metrics[f"lr/{group.get('name', i)}" if i else "lr"] = group["lr"]
+    return metrics
 
 
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
@@ -723,17 +737,20 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
         # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
         # gradients of `backward` are this loss's times the number of ranks.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
-    batch = apart(batch)
-    learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # for each row
-    passes = micro_batches(batch, cfg, learns)  # lists of row numbers; those with a row that learns come last
-    silent = len(passes) - utils.all_max(sum(any(learns[row] for row in rows) for rows in passes))  # on every rank
+    batch = split_restarts(batch)
+    row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
+    passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
+    # So many passes come first in which no rank has a row that learns: ranks with fewer passes have empty ones first.
+    silent_passes = len(passes) - utils.all_max(sum(any(row_learns[row] for row in rows) for rows in passes))
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
         with parameters.exchanging(policy, last):
-            loss, stats = backward(policy, part, cfg, counts, loss_of, may_end_early=number < silent and not last)
+            loss, stats = backward(
+                policy, part, cfg, counts, loss_of, may_end_early=number < silent_passes and not last
+            )
         sums["loss"] += loss.double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -743,9 +760,9 @@ def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> 
     """The batch with what is known of an update's rows, on all ranks, before they are cut."""
     known, tokens = {}, batch.loss_mask.sum(1)  # [B]
     if cfg.loss_agg == "prompt_mean":
-        known["_divided_by"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
+        known["_tokens_of_unit"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
     if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
-        known["_divided_by"] = tokens
+        known["_tokens_of_unit"] = tokens
     batch = replace(batch, extras=batch.extras | known)
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
@@ -771,25 +788,25 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
 def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_end_early: bool) -> tuple[Tensor, dict]:
     """Adds a part's gradient to the policy's. Returns its loss and statistics.
 
-    Groups that teach nothing cost no backward pass through the model: first comes the gradient of what the policy
-    returned, and where that is 0 on all ranks it may end there (a KL or an entropy term is not 0). All ranks take the
-    same branch, or FSDP's collectives would not match.
-    DDP and FSDP average gradients over ranks, so the loss is multiplied by their number.
+    In two stages: the loss's gradient by what the policy returned (log-probs, entropy), which is cheap; then back
+    through the model. A part whose advantages are all 0 (may_end_early) ends after the first, if that gradient is 0 on
+    all ranks; a KL or an entropy term may have one all the same. All ranks take the same branch, or FSDP's collectives
+    would not match. DDP and FSDP average gradients over ranks, so the loss is multiplied by their number.
     """
-    ends: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and the same without its graph
+    outputs: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and the same without its graph
 
     def forward(*inputs):
         returned = policy(*inputs)
         leaves = [values.detach().requires_grad_(values.requires_grad) for values in returned]
-        ends.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
+        outputs.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
         return leaves
 
     with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
         loss, stats = loss_of(forward, part, cfg, counts)
-    returned, leaves = zip(*ends, strict=True)
-    found = torch.autograd.grad(loss * utils.world_size(), leaves, allow_unused=True, materialize_grads=True)
-    if not may_end_early or utils.all_max(int(any(bool(gradient.any()) for gradient in found))):
-        torch.autograd.backward(returned, found)
+    returned, leaves = zip(*outputs, strict=True)
+    gradients = torch.autograd.grad(loss * utils.world_size(), leaves, allow_unused=True, materialize_grads=True)
+    if not may_end_early or utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
+        torch.autograd.backward(returned, gradients)
     return loss.detach(), stats
 
 
@@ -797,38 +814,48 @@ def micro_loss(forward: Callable, part: Batch, cfg: TrainConfig, counts: dict) -
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _, *balance = compute_logprobs(forward, part, cfg)  # [B, T] each
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))
-    # An error over a field that nobody computed says what to add to the loss's `needs`.
-    with checks.explained(f"policy loss {cfg.policy_loss!r}", part):
-        per_token, stats = checks.check_loss(POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg), part, cfg)  # [B, T]
+    weights = weights_of(part, cfg, counts)  # [B, T]
+    # The policy loss, times trainer / generator.
+    with checks.explained(f"policy loss {cfg.policy_loss!r}", part):  # a field that nobody computed: see `needs`
+        returned = POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg)
+    policy_loss, stats = checks.check_loss(returned, part, cfg)  # [B, T]
     trust = correction(logprobs, part, cfg)
-    per_token, stats = per_token * trust, stats | mismatch_statistics(logprobs, trust, part, cfg)
+    per_token = policy_loss * trust  # [B, T]
+    stats = stats | mismatch_statistics(logprobs, trust, part, cfg) | {"entropy": entropy}
+    # What is weighted as the policy loss is: KL, teacher, entropy.
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = checks.check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
         if cfg.kl_ratio:  # sampled from pi_old: with the weight pi / pi_old it is the KL of pi, and so is its gradient
             kl = kl * log_ratio(logprobs, part).exp()
-        per_token, stats["kl"] = per_token + cfg.beta * kl, kl
+        per_token = per_token + cfg.beta * kl
+        stats["kl"] = kl
     if part.top_logprobs is not None:
-        term, numbers = divergence(part, cfg)  # [B, T]
-        per_token, stats = per_token + cfg.distill_coef * term, stats | numbers
+        distance, numbers = divergence(part, cfg)  # [B, T]
+        per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
-    with checks.explained("own_term", part):
-        term, numbers = own_term(logprobs, entropy, part, cfg)
-    stats = stats | checks.check_statistics("own_term", numbers, part)
-    weights = weights_of(part, cfg, counts)  # [B, T]
     loss = (weights * per_token).sum()
-    if term is not None:
-        as_it_is = getattr(own_term, "weights", "agg") == "sum"
-        loss = loss + ((1 if as_it_is else weights) * checks.check_term("own_term", term, part)).sum()
+    # What has weights of its own.
+    with checks.explained("own_term", part):
+        own, numbers = own_term(logprobs, entropy, part, cfg)
+    stats = stats | checks.check_statistics("own_term", numbers, part)
+    if own is not None:
+        own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
+        loss = loss + (own_weights * checks.check_term("own_term", own, part)).sum()
     for aux_loss in balance:  # a mean over the pass, which counts by its share of the update's tokens
         loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(counts["num_tokens"], 1)
         stats["routing/aux_loss"] = aux_loss
-    return loss, stats | {"entropy": entropy}
+    return loss, stats
 
 
 def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
-    """log pi_old, by --old_logprobs: the trainer's before the first update (recompute), the generator's (sampler), or
-    pi itself (current), as where no generator sampled a token. interpolate (AReaL) goes from the generator's log mu
-    towards log pi: half of the way for a token of weights one step old, L / (L + 1) of it for L steps.  [B, T]"""
+    """log pi_old, by --old_logprobs.  [B, T]
+
+    recompute     the trainer's, before the step's first update
+    sampler       the generator's
+    interpolate   from the generator's towards log pi: half of the way for a token of weights one step old, L / (L + 1)
+                  of it for L steps (AReaL)
+    current       log pi itself; of a token that no generator sampled it is taken in any case
+    """
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
         lag = (part.step - part.versions).clamp(min=0) if cfg.old_logprobs == "interpolate" else 0  # [B, T]
@@ -882,7 +909,7 @@ class Policy(nn.Module):
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
             take_packed_rows(self.hf_model)
-        self.balance = None  # (router logits, attention mask) -> the loss of --router_aux_coef
+        # balance: (router logits, attention mask) -> the loss of --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
         # Weights that a pass without images leaves out; the ranks add up their gradients all the same.
@@ -951,13 +978,13 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
     """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2), cut as rank 0
     hands out the values, layer by layer. With --load_in every rank has read the base itself, straight to its device."""
-    # Of an image tower, which not every rank's pass needs, the root gathers all: its layers would wait for each other.
+    # An image tower's layers are no units: a rank whose pass has no image would not take part in gathering them.
     layer_names = set(policy.hf_model._no_split_modules or [])
     layers = [m for m in text_model(policy.hf_model).modules() if type(m).__name__ in layer_names]
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)
+    fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)  # gives a module rank 0's values
     if cfg.strategy == "ddp":
         fill(policy)
         if not trained or utils.world_size() == 1:
@@ -1027,25 +1054,6 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 
 
 # ==== 9 weights to the generator =====================================================================================
-
-
-def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
-    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. Of a base in
-    4 bits no copy is made: the policy itself samples. One of your own has what HFGenerator (hf_generator.py) has."""
-    if cfg.generator == "vllm":
-        generator = servers.connect(cfg, hf_model, device)
-    else:
-        from hf_generator import HFGenerator, PolicyGenerator
-
-        check_window(hf_model.config, cfg)
-        if cfg.load_in:
-            generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
-        else:
-            generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
-    generator.tokenizer, generator.stop_token_ids = processor, sorted(prompts.end_ids(hf_model, processor))
-    generator.rope_index = vision.rope_index_of(hf_model)  # which places of a prompt have which positions: with images
-    router_replay.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
-    return generator
 
 
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
@@ -1161,8 +1169,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded to
-    home = colocate.home(cfg, device)  # with --colocate the server sleeps from here on
+    home = colocate.home(cfg, device)  # where models are loaded to; with --colocate the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
     cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
     memory, sampler = {}, None  # `memory` is shared by after_rollout and the prompt sampler
@@ -1202,6 +1209,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     )  # fmt: skip
     run.teacher = teachers.load(cfg, home, load_frozen)
     run.size = gpu.size_of(partial(empty_policy, cfg), device)
+    # Compares packed rows with plain ones, pushes, and compares the generator's log-probs with the policy's.
     return first_push(run, cfg, all_logprobs, push_weights), run
 
 

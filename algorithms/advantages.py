@@ -154,6 +154,21 @@ def largest(values: Tensor, loss_mask: Tensor, share: float) -> Tensor:
     return (values >= threshold) & (loss_mask > 0)
 
 
+def rloo(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """s - mean of the other n - 1 scores = (s - mean) n / (n - 1).  REINFORCE leave-one-out, 2402.14740.  [B, T]"""
+    _, size = group_index(batch.groups)  # [B] completions of each row's group
+    others = center_by_group(batch.shaped_scores, batch.groups) * size / (size - 1).clamp(min=1)
+    return spread(others, batch.loss_mask)
+
+
+def reinforce_plus_plus(batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Discounted reward to go, whitened over the step's tokens: no groups needed.  2501.03262.  [B, T]"""
+    return whiten(returns_to_go(batch, cfg.gamma), batch.loss_mask)
+
+
+reinforce_plus_plus.compares_group = False
+
+
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
     2601.05242.  [B, T]"""
@@ -270,6 +285,7 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
 
 
 MORE_ADVANTAGES = {
+    "rloo": rloo, "reinforce_plus_plus": reinforce_plus_plus,
     "lite_ppo": lite_ppo, "opo": opo, "gpg": gpg, "maxrl": maxrl, "rae": rae, "gdpo": gdpo,
     "grpo_passk": grpo_passk, "remax": remax,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "turn": turn, "gigpo": gigpo, "otb": otb,

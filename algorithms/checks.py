@@ -150,7 +150,7 @@ def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
     return sorted(played or trajectories, key=lambda t: t.group), over_ranks(numbers, len(played))
 
 
-def logged(numbers: dict, batch) -> dict[str, float]:
+def metrics_of(numbers: dict, batch) -> dict[str, float]:
     """`over_ranks` of what a function gave to log of a batch. Of values [B, T] the sampled tokens count. Collective."""
     sampled, size = batch.loss_mask > 0, batch.loss_mask.shape
     of_tokens = {n: v[sampled] for n, v in numbers.items() if isinstance(v, Tensor) and v.shape == size}

@@ -1,5 +1,4 @@
-"""What a run sees to before it samples from its servers: that they serve its model, with room, and can take what it
-pushes."""
+"""A run's generator. Servers are asked whether they serve the model, with room, and can take what is pushed."""
 
 import functools
 import re
@@ -10,10 +9,31 @@ from torch import nn
 
 import utils
 from config import ConfigError, TrainConfig
-from inputs.model import shapes_of, why_not_alone
+from inputs import prompts, router_replay
+from inputs.loading import load_hf_model
+from inputs.model import check_window, shapes_of, why_not_alone
 from inputs.parameters import as_in_a_checkpoint
-from inputs.vision import placeholder_tokens
+from inputs.vision import placeholder_tokens, rope_index_of
 from vllm_client import VLLMClient
+
+
+def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
+    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. A base in 4
+    bits is not copied: the policy itself samples. One of your own has what HFGenerator (hf_generator.py) has."""
+    if cfg.generator == "vllm":
+        generator = connect(cfg, hf_model, device)
+    else:
+        from hf_generator import HFGenerator, PolicyGenerator
+
+        check_window(hf_model.config, cfg)
+        if cfg.load_in:
+            generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
+        else:
+            generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
+    generator.tokenizer, generator.stop_token_ids = processor, sorted(prompts.end_ids(hf_model, processor))
+    generator.rope_index = rope_index_of(hf_model)  # which places of a prompt have which positions: with images
+    router_replay.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
+    return generator
 
 
 def reach(cfg: TrainConfig) -> VLLMClient:

@@ -66,7 +66,7 @@ def numbers_of_a_step() -> dict:
     script.ADVANTAGES["mine"] = advantage
     metrics |= script.add_advantages(batch, replace(CFG, advantage="mine"))
     script.leave_out = lambda batch, trajectories, cfg: {"left_sum": batch.scores, "left": batch.scores.mean()}
-    return metrics | script.checks.logged(script.leave_out(batch, mine, CFG), batch)
+    return metrics | script.checks.metrics_of(script.leave_out(batch, mine, CFG), batch)
 
 
 def test_a_number_is_the_same_on_any_number_of_ranks():

@@ -281,8 +281,8 @@ def test_what_ends_first_does_not_choose_the_groups(seconds, speaks, rounds):
         groups, counts = asyncio.run(alone())
     drawn = sampler.next(0) + [n for i in range(rounds) for n in sampler.extra(0, i, 4)]
     loud = [n for n in drawn if rows[n]["speaks"]][:4]
-    assert [group[0].info["row_number"] for group, _, _ in groups[: len(loud)]] == loud
-    assert [silent for _, silent, _ in groups] == [False] * len(loud) + [True] * (4 - len(loud))
+    assert [one.group[0].info["row_number"] for one in groups[: len(loud)]] == loud
+    assert [one.silent for one in groups] == [False] * len(loud) + [True] * (4 - len(loud))
     assert counts["silent"] == 4 - len(loud)
     assert 4 + counts["resampled"] == generator.begun == generator.ended <= len(drawn)
 
