@@ -152,6 +152,7 @@ class TrainConfig:
     judge_template: str | None = None  # file with its question; {prompt}, {completion} and every column are filled in
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
+    reward_on_timeout: float = field(default=0.0, metadata=NO_FLAG)  # score of completions where it ran out of time
     reward_mean: Literal["none", "group", "batch", "running"] = "none"  # subtract this mean from the scores beforehand
     reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)

@@ -25,7 +25,7 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
 * It may be `async def`. Plain functions run in a thread each, async ones on one event loop kept for them, so a client
   they share stays usable; either may block without holding up sampling. With `my_reward.own_process = True` below it,
   a function runs in a process of its own, which is killed when it is late (docs/limits.md).
-* Longer than cfg.reward_timeout: every row of the call scores 0 and counts in
+* Longer than cfg.reward_timeout: every row of the call scores cfg.reward_on_timeout and counts in
   info["reward_timeouts"]. Raising, or a wrong number or kind of values: RewardError, with the row and the completion.
 
 The reward of a completion is the sum of weight * value over cfg.reward_weights. Held-out rows are scored by weights of
@@ -214,7 +214,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
         total, applies, logged = 0.0, False, {}
         sampled = [place for place, mask in enumerate(trajectory.loss_mask) if mask]
         for name, weight, (values, _) in zip(reward_functions, weights, results, strict=True):
-            value, components, turns = (0.0, {}, None) if values is None else values[index]
+            value, components, turns = (cfg.reward_on_timeout, {}, None) if values is None else values[index]
             logged[name] = nan if value is None else value
             logged |= {f"{name}/{component}": part for component, part in components.items()}
             if value is None:
@@ -325,7 +325,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     outcome = await run_limited(function, chosen, seconds, functools.partial(floats, turns=turns))
     took = time.perf_counter() - start
     if outcome is None:
-        message = "reward function %r took over --reward_timeout=%g s for %d completions; each has 0"
+        message = "reward function %r took over --reward_timeout=%g s for %d completions; each has cfg.reward_on_timeout"
         logger.warning(message, name, seconds, len(trajectories))
         return None, took
     values, error = outcome
