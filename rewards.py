@@ -325,7 +325,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     outcome = await run_limited(function, chosen, seconds, functools.partial(floats, turns=turns))
     took = time.perf_counter() - start
     if outcome is None:
-        message = "reward function %r took over --reward_timeout=%g s for %d: each has cfg.reward_on_timeout"
+        message = "reward function %r took over --reward_timeout=%g s; its %d completions get cfg.reward_on_timeout"
         logger.warning(message, name, seconds, len(trajectories))
         return None, took
     values, error = outcome
