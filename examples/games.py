@@ -50,12 +50,7 @@ class FrozenLake(Board):
     """
 
     def __init__(
-        self,
-        size: int = 4,
-        frozen: float = 0.8,
-        slippery: bool = False,
-        penalty: float = 0.1,
-        compass: bool = False,
+        self, size: int = 4, frozen: float = 0.8, slippery: bool = False, penalty: float = 0.1, compass: bool = False
     ):
         allowed("frozenlake", "size", size, size >= 2, "at least 2")
         allowed("frozenlake", "frozen", frozen, 0 < frozen <= 1, "a share above 0, at most 1")
@@ -69,7 +64,7 @@ class FrozenLake(Board):
             ]
             start, goal = self.random.sample([(r, c) for r in range(self.size) for c in range(self.size)], 2)
             cells[start[0]][start[1]], cells[goal[0]][goal[1]] = ".", "G"
-            if reachable(cells, start, goal):
+            if start in distances(cells, goal):
                 break
         self.cells, self.place, self.goal = cells, start, goal
         rules = "P is you, G the goal, O a hole, . ice. Answer each time with one move: <answer>Left</answer>, "
@@ -102,18 +97,17 @@ class FrozenLake(Board):
         return {"success": float(self.place == self.goal)}
 
 
-def reachable(cells: list[list[str]], start: tuple[int, int], goal: tuple[int, int]) -> bool:
-    """Whether a way over ice leads from start to goal."""
-    seen, todo = {start}, [start]
-    while todo:
-        here = todo.pop()
+def distances(cells: list[list[str]], goal: tuple[int, int]) -> dict[tuple[int, int], int]:
+    """How many moves it is to the goal, from everywhere that a way over ice leads there."""
+    away, todo = {goal: 0}, [goal]
+    for place in todo:
         for by in MOVES.values():
-            place = moved(here, by)
-            inside = 0 <= place[0] < len(cells) and 0 <= place[1] < len(cells)
-            if inside and place not in seen and cells[place[0]][place[1]] != "O":
-                seen.add(place)
-                todo.append(place)
-    return goal in seen
+            near = moved(place, by)
+            inside = all(0 <= x < len(cells) for x in near)
+            if inside and near not in away and cells[near[0]][near[1]] != "O":
+                away[near] = away[place] + 1
+                todo.append(near)
+    return away
 
 
 class Sokoban(Board):

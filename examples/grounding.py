@@ -1,55 +1,36 @@
 """Boxes in a picture, as in RefCOCO and LISA: "Where is the red circle?" is answered with the corners x1 y1 x2 y2.
 
 Coordinates are whole numbers on a grid of GRID x GRID cells over the image; `box` holds the true corners in pixels.
-Split "test_reasoning" (held out, as "test") never names the shape: it is the largest, or left of all the others.
 
     python examples/run.py grounding      # a tiny model that sees a little, three seeds beside a live server
 """
 
 import re
 
-from scenes import COLORS, KINDS, SIZE, Shape, center, draw, place, side, stream
+from scenes import COLORS, KINDS, SIZE, draw, place, stream
 
 GRID = 32
 EXTENTS = (0.28, 0.42)  # of the shapes, as a share of the image
-SPLITS = {"train": 2000, "test": 400, "test_reasoning": 400}
-MARGIN = 3  # pixels by which "the largest" is larger, "left of the others" further left than the next one
+SPLITS = {"train": 2000, "test": 400}
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
     if split not in SPLITS:
-        raise ValueError(f"split {split!r}: grounding has 'train', 'test' and 'test_reasoning'.")
+        raise ValueError(f"split {split!r}: grounding has 'train' and 'test'.")
     rng = stream("grounding", split, seed)
-    return [row(rng, reasoning=split == "test_reasoning") for _ in range(SPLITS[split])]
+    return [row(rng) for _ in range(SPLITS[split])]
 
 
-def row(rng, reasoning: bool = False, fewest: int = 2, most: int = 3) -> dict:
+def row(rng, fewest: int = 2, most: int = 3) -> dict:
     looks = rng.sample([(color, kind) for color in COLORS for kind in KINDS], rng.randint(fewest, most))
     shapes = place(rng, looks, EXTENTS)
-    named = [(f"the {shape.color} {shape.kind}", shape) for shape in shapes]
-    while not (choices := superlatives(shapes) if reasoning else named):
-        shapes = place(rng, looks, EXTENTS)
-    description, target = rng.choice(choices)
+    target = rng.choice(shapes)
     return {
-        "prompt": f"Where is {description}? Answer with x1 y1 x2 y2.",
+        "prompt": f"Where is the {target.color} {target.kind}? Answer with x1 y1 x2 y2.",
         "image": draw(rng, shapes),
         "answer": " ".join(str(round(edge * GRID / SIZE)) for edge in target.box),
         "box": list(target.box),
     }
-
-
-def superlatives(shapes: list[Shape]) -> list[tuple[str, Shape]]:
-    """The descriptions by comparison that clearly fit one shape, with that shape."""
-    keys = {
-        "the largest shape": side,
-        "the smallest shape": lambda shape: -side(shape),
-        "the shape left of the others": lambda shape: -center(shape)[0],
-        "the shape right of the others": lambda shape: center(shape)[0],
-        "the shape above the others": lambda shape: -center(shape)[1],
-        "the shape below the others": lambda shape: center(shape)[1],
-    }
-    ranked = {description: sorted(shapes, key=key, reverse=True) for description, key in keys.items()}
-    return [(d, order[0]) for d, order in ranked.items() if keys[d](order[0]) - keys[d](order[1]) >= MARGIN]
 
 
 def grounding(completions, box, **columns) -> list[dict]:

@@ -15,7 +15,6 @@ scripts/warm_start.py beside those of TASK), `shown` (metrics in the table at th
 
 import fnmatch
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -41,13 +40,11 @@ TASK += "system_prompt max_pixels min_pixels compute_dtype tokens_per_microbatch
 
 
 def run(*command: str) -> None:
-    """Waits for it, and ends with its status where it fails. Its end is ours: it stops where we are stopped."""
+    """Waits for it, and ends with its status where it fails. It is stopped where we are."""
     process = subprocess.Popen(command, preexec_fn=ends_with_us())
     try:
         status = process.wait()
-    except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):  # Ctrl-C reached it, too
-            process.terminate()
+    except KeyboardInterrupt:  # which reached it, too
         process.wait()
         raise
     if status:
@@ -96,7 +93,6 @@ if __name__ == "__main__":
             print(f"{name:12} {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}")
         raise SystemExit(0 if sys.argv[1:] in ([], ["-h"], ["--help"]) else 2)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for what starts `python`
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         main(sys.argv[1], sys.argv[2:])
     except ConfigError as error:

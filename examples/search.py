@@ -18,20 +18,8 @@ PLACES = [
     a + b
     for a, b in zip(BEGIN, 2 * ["aton", "evale", "imouth", "ofield", "uby", "awick", "eham", "istead"], strict=True)
 ]
-TRADES = [
-    "baker",
-    "miller",
-    "weaver",
-    "smith",
-    "tailor",
-    "mason",
-    "potter",
-    "glazier",
-    "cooper",
-    "tanner",
-    "fisher",
-    "clerk",
-]
+TRADES = ["baker", "miller", "weaver", "smith", "tailor", "mason", "potter", "glazier", "cooper", "tanner", "fisher"]
+TRADES += ["clerk"]
 INSTRUMENTS = ["violin", "flute", "drum", "harp", "trumpet", "cello", "organ", "lute", "horn", "piano"]
 ASKED = {"birthplace": "Where was {} born?", "trade": "What is {}'s trade?", "instrument": "What does {} play?"}
 

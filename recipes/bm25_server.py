@@ -4,11 +4,16 @@ python recipes/bm25_server.py wiki-18.jsonl --port 8100      # lines of {"id": "
 """
 
 import argparse
+import asyncio
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import bm25s
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 QUIET = {"show_progress": False}
 
@@ -30,22 +35,14 @@ class Engine:
         return {"result": results}
 
 
-def server(engine: Engine, host: str = "127.0.0.1", port: int = 8100) -> ThreadingHTTPServer:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            try:
-                length = min(int(self.headers["Content-Length"]), 1 << 20)  # what is longer is cut, and so no JSON
-                status, answer = 200, engine.retrieve(**json.loads(self.rfile.read(length)))
-            except (ValueError, TypeError) as error:
-                status, answer = 422, {"detail": f"expected queries, topk, return_scores: {error}"}
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+def app(engine: Engine) -> Starlette:
+    async def retrieve(request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await asyncio.to_thread(engine.retrieve, **await request.json()))
+        except (ValueError, TypeError) as error:
+            return JSONResponse({"detail": f"expected queries, topk, return_scores: {error}"}, 422)
 
-        def log_message(self, *parts): ...
-
-    return ThreadingHTTPServer((host, port), Handler)
+    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"])])
 
 
 if __name__ == "__main__":
@@ -54,6 +51,4 @@ if __name__ == "__main__":
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100)
     args = parser.parse_args()
-    with server(Engine(args.corpus), args.host, args.port) as running:
-        print(f"http://{args.host}:{args.port}/retrieve", flush=True)
-        running.serve_forever()
+    uvicorn.run(app(Engine(args.corpus)), host=args.host, port=args.port)

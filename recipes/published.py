@@ -64,6 +64,27 @@ def at(rows, places):
     return [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
 
 
+def format_row(row: dict) -> dict:
+    """A row of GSM8K (2110.14168: `question`, and `answer`, which ends in "#### 72") or of MATH (2103.03874: `problem`,
+    and `solution`, with the result in \\boxed{}) -> one with `prompt` and `answer`; other columns stay."""
+    ask, answer = " Give the result after ####.", row.get("answer")
+    if "problem" in row:  # MATH-500 has the result as `answer`, too
+        ask, answer = " Put the result into \\boxed{}.", answer or boxed(row["solution"])
+    asked = [{"role": "user", "content": row.get("question", row.get("problem")) + ask}]
+    return row | {"prompt": asked, "answer": answer}
+
+
+def boxed(solution: str) -> str | None:
+    """What is in the last \\boxed{...}; None without one, and `math` leaves the row out."""
+    inside = solution.rpartition("\\boxed{")[2] if "\\boxed{" in solution else ""
+    depth = 1
+    for position, character in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return inside[:position]
+    return None
+
+
 def example(name: str):
-    """A function or class of the examples: "school_math.py:format_row"."""
+    """A function or class of the examples: "grounding.py:iou"."""
     return load_function(f"{ROOT}/examples/{name}")

@@ -131,16 +131,11 @@ def test_self_play_both_seats_are_trajectories_with_rewards_and_groups_of_their_
     assert [t.group for t in grouped] == [0, 1] * 4
 
 
-def test_self_play_a_cut_turn_loses_and_a_seat_without_a_turn_has_no_trajectory():
+def test_self_play_a_cut_turn_loses_and_evaluations_are_against_the_start(monkeypatch):
+    """A seat without a turn has no trajectory."""
     cut = games(Player(9 * "too many words "), num_generations=2)
     assert [(t.row["role"], t.finish_reason, earned(t)) for t in cut] == [("seat 0", "length", -1)]
-    illegal = games(Player("[9 9]"), num_generations=2)
-    assert [(t.row["role"], t.turns, earned(t)) for t in illegal] == [("seat 0", 2, -1)]
-
-
-def test_self_play_is_evaluated_against_the_start(monkeypatch):
     start = Player("[9 9]")
     monkeypatch.setattr(self_play, "frozen", lambda model_id: start)
     played = games(player := Player(), purpose="eval")
-    assert {t.row["role"] for t in played} == {"seat 0"} and len(played) == 4
-    assert [earned(t) for t in played] == [1] * 4 and len(player.said) == 4 and len(start.said) == 16
+    assert [(t.row["role"], earned(t)) for t in played] == [("seat 0", 1)] * 4 and len(player.said) == 4

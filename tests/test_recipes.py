@@ -1,12 +1,10 @@
 """Every recipe on rows of its data set's columns, written here: prompts; what the reference's grader says of right,
 wrong and malformed answers; two steps of training with its own settings; what plan.py says of it."""
 
-import contextlib
 import json
 import re
 import sqlite3
 import sys
-import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,8 @@ import pytest
 import tiny_vlms
 import yaml
 from families import saved
-from live import running, trainer
+from forks import free_port
+from live import Process, running, trainer
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
@@ -36,19 +35,13 @@ def script_of(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine(tmp_path_factory):
     """Search-R1's protocol, spoken by the BM25 server: its address."""
-    bm25 = load_function(f"{ROOT}/recipes/bm25_server.py:server")
-    made = load_function(f"{ROOT}/recipes/bm25_server.py:Engine")(f"{ROOT}/tests/recipes/corpus.jsonl")
-    with serving(bm25(made, port=0)) as address:
-        yield f"{address}/retrieve"
-
-
-@contextlib.contextmanager
-def serving(server):
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+    port, log = free_port(), tmp_path_factory.mktemp("engine") / "log"
+    command = f"{sys.executable} recipes/bm25_server.py tests/recipes/corpus.jsonl --port {port}".split()
+    with running(Process(command, log)) as engine:
+        engine.until(lambda: "startup complete" in engine.text)
+        yield f"http://127.0.0.1:{port}/retrieve"
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +189,13 @@ def test_graded_as_the_reference_does(name, columns, completions):
     scores = function(completions=texts, **{key: [value] * len(texts) for key, value in columns.items()})
     found = [score["reward"] if isinstance(score, dict) else score for score in scores]
     assert dict(zip(texts, found, strict=True)) == pytest.approx(dict(completions))
+
+
+def test_the_result_of_a_published_solution_is_the_answer():
+    row = load_function(f"{ROOT}/recipes/published.py:format_row")(
+        {"problem": "A half?", "solution": r"\boxed{\frac{1}{2}}."}
+    )
+    assert row["answer"] == r"\frac{1}{2}" and row["prompt"][0]["content"].startswith("A half? ")
 
 
 def test_schemas_and_calls_are_read(monkeypatch):
