@@ -12,8 +12,6 @@ The table goes to the terminal; docs/results.md has the last one.
 """
 
 import argparse
-import itertools
-import json
 import math
 import os
 import statistics
@@ -26,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from orphans import ends_with_us  # noqa: E402
+
+from runlog.reading import read_metrics  # noqa: E402
 
 STEPS = 30
 EQUAL = 3072  # tokens at which rewards are compared: 12 steps without resampling
@@ -44,7 +44,9 @@ T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 
 
 
 def run(preset: str, seed: int, folder: Path) -> dict:
-    """One training; its rewards by step, and held-out reward before and after."""
+    """One training: held-out reward before and after, tokens sampled until the training reward is above .5 (all, if it
+    never is), and the reward of the last step within EQUAL tokens. Those of groups that --dynamic_sampling threw away
+    count."""
     name = f"{preset}-{seed}"
     prompts = (
         "--prompts_per_step 64 --num_generations 1" if preset == "ppo" else "--prompts_per_step 4 --num_generations 16"
@@ -56,30 +58,23 @@ def run(preset: str, seed: int, folder: Path) -> dict:
     flags += f"--eval_steps {STEPS} --print_samples_every 0 --no-log_completions --seed {seed} --preset {preset} "
     flags += f"--output_dir {folder} --run_name {name} {prompts} {PRESETS[preset]}"
     script = "train_ppo.py" if preset == "ppo" else "train_grpo.py"
-    command = [sys.executable, script, *flags.split()]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    how = dict(
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, preexec_fn=ends_with_us(), encoding="utf-8"
-    )
-    done = subprocess.run(command, **how)
+    how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=900, preexec_fn=ends_with_us())
+    done = subprocess.run([sys.executable, script, *flags.split()], capture_output=True, encoding="utf-8", **how)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-    return summary(folder / name, preset, seed)
-
-
-def summary(run_dir: Path, preset: str, seed: int) -> dict:
-    """Held-out reward before and after; by step the training reward and all tokens sampled so far, those of groups
-    that --dynamic_sampling threw away included."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_metrics(folder / name)
     evals = [line["eval/reward"] for line in lines if "eval/reward" in line]
-    steps = [line for line in lines if "reward" in line]
-    group, greedy = 1 if preset == "ppo" else 16, 4 if preset == "remax" else 0  # completions
-    sampled = [
-        (64 + greedy + group * s.get("dynamic_sampling/resampled", 0)) * s["completions/mean_length"] for s in steps
-    ]
-    print(f"{preset}-{seed}: {evals[0]:.2f} -> {evals[-1]:.2f}", flush=True)
-    result = dict(preset=preset, seed=seed, before=evals[0], after=evals[-1], curve=[s["reward"] for s in steps])
-    return result | dict(tokens=[round(t) for t in itertools.accumulate(sampled)])
+    print(f"{name}: {evals[0]:.2f} -> {evals[-1]:.2f}", flush=True)
+    group, greedy, tokens = 1 if preset == "ppo" else 16, 4 if preset == "remax" else 0, 0
+    found = dict(preset=preset, before=evals[0], after=evals[-1])
+    for step in (line for line in lines if "reward" in line):
+        completions = 64 + greedy + group * step.get("dynamic_sampling/resampled", 0)
+        tokens += completions * step["completions/mean_length"]
+        if step["reward"] > 0.5:
+            found.setdefault("half", tokens)
+        if tokens <= EQUAL:
+            found["equal"] = step["reward"]
+    return {"half": tokens} | found
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -89,18 +84,6 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), T95.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def reached(run: dict, reward: float) -> int:
-    """Tokens sampled until the training reward is above this; all of them if it never is."""
-    return next(
-        (tokens for tokens, r in zip(run["tokens"], run["curve"], strict=True) if r > reward), run["tokens"][-1]
-    )
-
-
-def reward_at(run: dict, tokens: int) -> float:
-    """Training reward of the last step that ends within so many sampled tokens."""
-    return [r for spent, r in zip(run["tokens"], run["curve"], strict=True) if spent <= tokens][-1]
-
-
 def table(runs: list[dict]) -> str:
     rows = [
         f"| preset | seeds | tokens to reward .5 | reward at {EQUAL:,} tokens | held out, before -> after all steps |",
@@ -108,7 +91,7 @@ def table(runs: list[dict]) -> str:
     ]
     for preset in dict.fromkeys(r["preset"] for r in runs):
         mine = [r for r in runs if r["preset"] == preset]
-        half, equal = interval([reached(r, 0.5) for r in mine]), interval([reward_at(r, EQUAL) for r in mine])
+        half, equal = interval([r["half"] for r in mine]), interval([r["equal"] for r in mine])
         before, after = statistics.mean(r["before"] for r in mine), interval([r["after"] for r in mine])
         cells = [f"`{preset}`", f"{len(mine)}", f"{half[0]:,.0f} ± {half[1]:,.0f}", f"{equal[0]:.2f} ± {equal[1]:.2f}"]
         rows.append(f"| {' | '.join(cells)} | {before:.2f} -> {after[0]:.3f} ± {after[1]:.3f} |")

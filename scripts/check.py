@@ -3,7 +3,6 @@
     python scripts/check.py                                            # train_grpo.py as it is
     python scripts/check.py my_grpo.py --advantage best_of_group       # your copy; flags go to the script
     python scripts/check.py train_ppo.py
-    python scripts/check.py --gpu                                      # another one, for GPUs: see gpu_check.py
     python scripts/check.py my_grpo.py --dump FOLDER                   # neither: one update, to be recomputed by hand
 
 First it runs the real script on a toy: a random model of 0.8 M parameters earns reward for tokens whose number ends in
@@ -197,9 +196,6 @@ if __name__ == "__main__":
     if {"-h", "--help"} & {*arguments}:
         print(__doc__, "Flags of the script: python train_grpo.py --help", sep="\n")
         sys.exit()
-    if "--gpu" in arguments:
-        arguments.remove("--gpu")
-        os.execv(sys.executable, [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), *arguments])
     if not arguments or arguments[0].startswith("--"):
         arguments.insert(0, str(ROOT / "train_grpo.py"))
     if "--dump" in arguments:

@@ -27,7 +27,7 @@ DEFAULTS = dict(
     loss_type="dapo", importance_sampling_level="token", epsilon=0.2, epsilon_high=None, beta=0.0,
     scale_rewards="group", use_vllm=False, vllm_importance_sampling_correction=True,
     vllm_importance_sampling_mode="sequence_mask",
-    vllm_importance_sampling_clip_max=3.0, top_k=0, top_p=1.0, eval_strategy="no", save_steps=500, logging_steps=10,
+    vllm_importance_sampling_clip_max=3.0, top_k=0, top_p=1.0, eval_strategy="no",
 )  # fmt: skip
 SAME = {  # TRL's name -> ours, with the value as it is
     "run_name": "run_name", "output_dir": "output_dir", "seed": "seed", "num_generations": "num_generations",
@@ -106,11 +106,10 @@ class Script:
 
 def settings(script: Script, by_hand: list[str], notes: list[str], processes: int) -> dict:
     """Our flags for a GRPOConfig."""
-    known, own = dict(DEFAULTS), set()
+    known = dict(DEFAULTS)
     for name, node in script.given("GRPOConfig").items():
         try:
             known[name] = script.value(node)
-            own.add(name)
         except ValueError:
             by_hand.append(f"{name} = {ast.unparse(node)}: is computed")
             continue
@@ -151,10 +150,7 @@ def settings(script: Script, by_hand: list[str], notes: list[str], processes: in
         low, high = 1.0, max(0.0, round(high - 1, 6))
     flags |= {"epsilon": low, "epsilon_high": high}
     flags["scale_rewards"] = {True: "group", False: "none"}.get(known["scale_rewards"], known["scale_rewards"])
-    if known["top_k"]:
-        flags["top_k"] = known["top_k"]
-    if known["top_p"] not in (None, 1.0):
-        flags["top_p"] = known["top_p"]
+    flags |= {"top_k": known["top_k"] or None, "top_p": None if known["top_p"] == 1 else known["top_p"]}
     if not known["use_vllm"]:
         flags |= {"generator": "hf", "correction": "none"}
     elif not known["vllm_importance_sampling_correction"]:
@@ -164,9 +160,6 @@ def settings(script: Script, by_hand: list[str], notes: list[str], processes: in
     else:
         flags["correction"], _, flags["correction_mode"] = known["vllm_importance_sampling_mode"].partition("_")
         flags["correction_max"] = known["vllm_importance_sampling_clip_max"]
-    if "save_steps" not in own and "save_strategy" not in own:
-        flags.pop("save_steps", None)
-    flags.pop("log_steps" if "logging_steps" not in own else "", None)
     return flags
 
 
