@@ -29,27 +29,22 @@ DEFAULTS = dict(
     vllm_importance_sampling_mode="sequence_mask",
     vllm_importance_sampling_clip_max=3.0, top_k=0, top_p=1.0, eval_strategy="no",
 )  # fmt: skip
-SAME = {  # TRL's name -> ours, with the value as it is
-    "run_name": "run_name", "output_dir": "output_dir", "seed": "seed", "num_generations": "num_generations",
-    "num_generations_eval": "eval_generations", "num_iterations": "num_iterations", "temperature": "temperature",
-    "max_completion_length": "max_completion_length", "max_prompt_length": "max_prompt_length",
-    "learning_rate": "learning_rate", "weight_decay": "weight_decay",
-    "adam_beta2": "adam_beta2", "max_grad_norm": "max_grad_norm", "beta": "beta",
-    "warmup_ratio": "warmup_steps", "delta": "dual_clip", "reward_weights": "reward_weights", "optim": "optim",
-    "mask_truncated_completions": "mask_truncated", "top_entropy_quantile": "top_entropy_quantile",
-    "off_policy_mask_threshold": "off_policy_threshold", "router_aux_loss_coef": "router_aux_coef",
-    "entropy_coef": "entropy_coef", "entropy_target": "entropy_target",
-    "ref_model_mixup_alpha": "ref_sync_alpha", "torch_compile": "compile",
-    "gradient_checkpointing": "gradient_checkpointing", "use_bias_correction_kl": "kl_ratio", "report_to": "report_to",
-    "save_total_limit": "save_total_limit",
-    "log_completions": "log_completions",
-    "vllm_server_base_url": "server_urls", "vllm_server_timeout": "server_timeout", "ddp_timeout": "dist_timeout",
-    "lr_scheduler_type": "lr_schedule",
+# TRL's name -> ours, with the value as it is.
+SAME = "run_name output_dir seed num_generations num_iterations temperature max_completion_length max_prompt_length "
+SAME += (
+    "learning_rate weight_decay adam_beta2 max_grad_norm beta reward_weights optim top_entropy_quantile entropy_coef "
+)
+SAME += "entropy_target gradient_checkpointing report_to save_total_limit log_completions"
+SAME = {name: name for name in SAME.split()} | {
+    "num_generations_eval": "eval_generations", "warmup_ratio": "warmup_steps", "delta": "dual_clip",
+    "mask_truncated_completions": "mask_truncated", "off_policy_mask_threshold": "off_policy_threshold",
+    "router_aux_loss_coef": "router_aux_coef", "ref_model_mixup_alpha": "ref_sync_alpha", "torch_compile": "compile",
+    "use_bias_correction_kl": "kl_ratio", "vllm_server_base_url": "server_urls", "ddp_timeout": "dist_timeout",
+    "vllm_server_timeout": "server_timeout", "lr_scheduler_type": "lr_schedule",
 }  # fmt: skip
-UPDATES = {  # counted in optimizer updates there, in steps here
-    "max_steps": "max_steps", "save_steps": "save_steps", "eval_steps": "eval_steps", "logging_steps": "log_steps",
-    "warmup_steps": "warmup_steps", "ref_model_sync_steps": "ref_sync_steps",
-}  # fmt: skip
+# Counted in optimizer updates there, in steps here.
+UPDATES = {name: name for name in ("max_steps", "save_steps", "eval_steps", "warmup_steps")}
+UPDATES |= {"logging_steps": "log_steps", "ref_model_sync_steps": "ref_sync_steps"}
 READ = set(DEFAULTS) | set(SAME) | set(UPDATES) | {"bf16"}
 LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_targets"}
 BY_HAND = {  # arguments of the trainer, and where their work is done here
