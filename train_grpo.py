@@ -30,7 +30,9 @@ Where it differs from the papers and from TRL, on purpose:
 
 Dimensions in comments: B completions of a batch, T tokens of the longest prompt + completion (column 0 is the prompt's
 first token), G completions per prompt, N sampled tokens, V vocabulary; R rows of a forward pass (one where prompts are
-shared), L their length. A row of data is a dict (`rows`, in sections 2 and 3); a row of a tensor is a completion.
+shared), L their length. A row of data is a dict (`rows`, in sections 2 and 3). A row of a tensor is a completion; in
+forward passes and losses it is the part of one that was one context: an agent that rewrites its history, or has
+sub-agents, makes several of them (`split_restarts`).
 
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, minus those
 that `leave_out` removes; `advantages` [B, T] are 0 elsewhere; rows with the same number in `groups` [B] answer the same
@@ -290,7 +292,10 @@ class Sampled(NamedTuple):
 #     sample_rows             all of them at the same time; further ones in place of silent groups
 #     rollout                 one prompt's completions, and their scores as soon as they are there
 #     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or one of yours:
-#                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row; ROLLOUTS
+#                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
+#
+# To write one, copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=..., ...), and
+# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine.
 
 
 class Collector:
@@ -311,7 +316,8 @@ class Collector:
         run, versions = self.run, range(version, version + 1)
         first, rounds = draw(run.sampler, step, cfg)
         given = run.rows, first, sum(rounds, []), run.generator, run.reward_functions, cfg, versions, step
-        return collect(run.rows, *asyncio.run(sample_rows(*given)), cfg)
+        sampled, counts = asyncio.run(sample_rows(*given))
+        return collect(run.rows, sampled, counts, cfg)
 
     def close(self) -> None:
         """Called at the end of the run."""
@@ -478,7 +484,8 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0
     """
     split, out = split_restarts(batch), []
     for rows in micro_batches(split, cfg):  # row numbers; empty where other ranks have more passes
-        parts = compute_logprobs(policy, split.select(rows or [0]), cfg, top)  # cut to the longest of them
+        # Cut to the longest of them. An empty pass takes row 0, for the collectives; what it gives is thrown away.
+        parts = compute_logprobs(policy, split.select(rows or [0]), cfg, top)
         out = out or [part.new_zeros(*split.loss_mask.shape, *part.shape[2:]) for part in parts]
         for kept, values in zip(out, parts if rows else (), strict=False):
             kept[rows, : values.shape[1]] = values
@@ -522,7 +529,8 @@ def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     if cfg.scale_rewards == "group":
         std = group_std(scores, groups)
     if cfg.scale_rewards == "batch":  # of all ranks: a rank's own would change the algorithm with their number
-        std = std + utils.global_moments(scores)[2]
+        _, _, of_all = utils.global_moments(scores)  # count, mean, std
+        std = std + of_all
     scale = torch.where(differ(std, mean), std + 1e-6, 1.0)  # a std that is rounding alone divides nothing
     return spread(((scores - mean) / scale).to(scores.dtype), batch.loss_mask)
 
@@ -539,8 +547,9 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
     """Normalises scores, then subtracts beta * KL from each token's reward (RLHF). batch.scores stay as they were
-    given; batch.shaped_scores, the sums of batch.rewards, follow. moments: of all scores so far; brought up to date."""
-    batch.given_scores = row_sum(batch.rewards)
+    given; batch.shaped_scores, the sums of batch.rewards, follow. moments: by domain [count, sum, sum of squares] of
+    all scores so far, and under "/rae" the mean of each role. They are brought up to date; checkpoints keep them."""
+    batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns from here on
     batch.rewards = normalised(batch, cfg, moments)  # --reward_mean, --reward_std
     if cfg.advantage == "rae":
         batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
@@ -565,8 +574,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that no denominator
-    counts it; tokens of low entropy (--top_entropy_quantile) lose their advantage alone. Returns {name: numbers to
-    log}."""
+    counts it (but that of --loss_agg constant); tokens of low entropy (--top_entropy_quantile) lose their advantage
+    alone. Returns {name: numbers to log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
@@ -602,7 +611,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
 # A loss is called for each micro-batch, with the run's cfg: rows of several domains may be in one. (An advantage gets
-# its domain's cfg.) What it returns for prompts and padding does not matter; for sampled tokens it has to be finite. A
+# its domain's cfg.) A row may be a part of an agent's completion, and row_mean and row_sum are then of that part. What
+# it returns for prompts and padding does not matter; for sampled tokens it has to be finite. A
 # statistic is logged as its mean over the tokens that are learned from, one whose name ends in _max as its maximum.
 
 
@@ -740,17 +750,16 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = split_restarts(batch)
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    # So many passes come first in which no rank has a row that learns: ranks with fewer passes have empty ones first.
-    silent_passes = len(passes) - utils.all_max(sum(any(row_learns[row] for row in rows) for rows in passes))
+    # On each rank: empty passes (others have more), then those whose advantages are all 0, then those that learn. What
+    # comes before the first that learns on any rank is zero on every rank.
+    zero_passes = len(passes) - utils.all_max(sum(any(row_learns[row] for row in rows) for rows in passes))
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
         with parameters.exchanging(policy, last):
-            loss, stats = backward(
-                policy, part, cfg, counts, loss_of, may_end_early=number < silent_passes and not last
-            )
+            loss, stats = backward(policy, part, cfg, counts, loss_of, may_end_early=number < zero_passes and not last)
         sums["loss"] += loss.double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -760,7 +769,8 @@ def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> 
     """The batch with what is known of an update's rows, on all ranks, before they are cut."""
     known, tokens = {}, batch.loss_mask.sum(1)  # [B]
     if cfg.loss_agg == "prompt_mean":
-        known["_tokens_of_unit"] = group_mean(tokens, batch.groups) * group_index(batch.groups)[1]
+        _, size = group_index(batch.groups)  # [B] completions of the row's prompt
+        known["_tokens_of_unit"] = group_mean(tokens, batch.groups) * size  # [B] tokens of the prompt's completions
     if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
         known["_tokens_of_unit"] = tokens
     batch = replace(batch, extras=batch.extras | known)
@@ -768,8 +778,8 @@ def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> 
         return batch
     shown = batch  # to the functions that prepare something
     if "current_logprobs" in needs(cfg):
-        now = batch.current_logprobs = all_logprobs(policy, batch, cfg)[0]
-        shown = replace(batch, old_logprobs=pi_old(now, batch, cfg))
+        batch.current_logprobs = all_logprobs(policy, batch, cfg)[0]
+        shown = replace(batch, old_logprobs=pi_old(batch.current_logprobs, batch, cfg))  # as the loss will see it
     for function in (POLICY_LOSSES[cfg.policy_loss], own_term):
         batch.extras |= checks.prepared(function, shown, cfg)
     return batch
@@ -777,7 +787,7 @@ def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> 
 
 def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     """What `token_weights` divides by, of all ranks."""
-    counts_all = cfg.loss_agg == "constant" and not batch.stand_in  # else completions with a loss token
+    counts_all = cfg.loss_agg == "constant" and not batch.stand_in  # all completions, else those with a loss token
     sequences = len(batch) if counts_all else int(batch.loss_mask.any(1).sum())
     if cfg.loss_agg == "prompt_mean":  # a prompt's completions lie on one rank
         sequences = len(batch.groups[batch.loss_mask.any(1)].unique())
@@ -829,7 +839,7 @@ def micro_loss(forward: Callable, part: Batch, cfg: TrainConfig, counts: dict) -
             kl = kl * log_ratio(logprobs, part).exp()
         per_token = per_token + cfg.beta * kl
         stats["kl"] = kl
-    if part.top_logprobs is not None:
+    if part.top_logprobs is not None:  # compute_logprobs has set it
         distance, numbers = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
@@ -854,7 +864,7 @@ def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
     sampler       the generator's
     interpolate   from the generator's towards log pi: half of the way for a token of weights one step old, L / (L + 1)
                   of it for L steps (AReaL)
-    current       log pi itself; of a token that no generator sampled it is taken in any case
+    current       log pi itself, which sampler and interpolate take for tokens that no generator sampled
     """
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
@@ -871,7 +881,8 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     --reject_by rejects, and tokens with A < 0 of completions that drifted further than off_policy_threshold
     (DeepSeek-V3.2), measured with the current weights.
     """
-    mask, (d, w) = batch.loss_mask, mismatch(logprobs, batch, cfg)
+    mask = batch.loss_mask
+    d, w = mismatch(logprobs, batch, cfg)  # [B, T] each: log(trainer / generator) of a token; exp of it, or of its sum
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
         w = torch.ones_like(w)
     elif cfg.correction_mode == "mask":

@@ -38,7 +38,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test", which a file has not
+    eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test" (a file has none)
     reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # names in rewards.py, or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
@@ -48,7 +48,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_completion_length: int = 12  # tokens; what is longer is cut off
     temperature: float = 1.0  # divides the logits, when sampling and when training
     rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
-    num_iterations: int = 1  # optimizer updates on the completions of a step
+    num_iterations: int = 1  # optimizer updates on the completions of a step; with 1 the clips below do nothing
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
     epsilon: float = 0.2  # lower clip: a token with A < 0 gets no gradient once its ratio is below 1 - epsilon
     epsilon_high: float = 0.2  # upper clip: a token with A > 0 gets none above 1 + epsilon_high
@@ -90,12 +90,11 @@ from rewards import get_reward_functions, score
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order."""
-    numbers = []
-    for drawn in range(step * cfg.prompts_per_step, (step + 1) * cfg.prompts_per_step):
-        epoch, place = divmod(drawn, len(rows))
-        order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))  # for each prompt: simple, not fast
-        numbers.append(order[place])
+    """This rank's share of a step. Rows are shuffled anew in each epoch; all ranks draw the same order. Rows at its end
+    that do not fill a step are left out."""
+    epoch, place = divmod(step, len(rows) // cfg.prompts_per_step)
+    order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))
+    numbers = order[place * cfg.prompts_per_step : (place + 1) * cfg.prompts_per_step]
     return [rows[number] for number in numbers[dist.get_rank() :: dist.get_world_size()]]
 
 
@@ -125,13 +124,13 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
             # 1: sampled by the model; 0 would mark a tool's answer. `score` writes the reward to the last token.
             loss_mask, token_rewards = [1] * len(c.token_ids), [0.0] * len(c.token_ids)
             t = Trajectory(row, group, prompt, c.token_ids, loss_mask, c.logprobs, token_rewards)
-            t.info |= {"begun": begun, "completion": text}  # a reward function gets one behind the other
+            t.info |= {"begun": begun, "completion": text}  # a reward function gets both as one text
             t.finish_reason = c.finish_reason  # "length" if it was cut off, else "stop"
             t.policy_version, t.policy_version_last = c.policy_version, c.policy_version_last  # oldest, newest weights
             trajectories.append(t)
         await score(trajectories, reward_functions, cfg)  # while a server still samples others
         if any(t.info["unrewarded"] for t in trajectories):
-            raise RuntimeError("A reward was None. train_grpo.py leaves such completions out; this script cannot.")
+            raise RuntimeError("A reward was None, or late. train_grpo.py goes on without it; this script cannot.")
         return trajectories
 
     return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])
@@ -143,7 +142,7 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
     for t in trajectories:
         ids, zeros = t.prompt_ids + t.token_ids, [0.0] * len(t.prompt_ids)
         tokens = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}
+        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}  # floats, both
         for name, values in tokens.items():
             columns.setdefault(name, []).append(torch.tensor(values))
     return {name: pad_sequence(rows, batch_first=True).to(device) for name, rows in columns.items()}
@@ -180,8 +179,10 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, its gradient
-    -A grad log pi. part: some rows of the batch; do not average over them here, or the result depends on how the batch
-    is cut. Loss and gradient must be finite at prompts and padding, too: there they are multiplied by 0.  [B, T]"""
+    -A grad log pi. part: some completions of the batch, [B, T] each: input_ids, attention_mask, loss_mask,
+    sampling_logprobs, advantages (a completion's at each of its tokens). Take no mean over completions here: the result
+    would depend on how the batch is cut. Loss and gradient must be finite at prompts and padding, too: there they are
+    multiplied by 0.  [B, T]"""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -193,8 +194,8 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
     tokens = batch["loss_mask"].sum()
     dist.all_reduce(tokens)
     # What the sum of all losses is divided by. Here every token counts alike, as in DAPO, those of advantage 0, too.
-    # GRPO averages each completion first: divide by part["loss_mask"].sum(1, keepdim=True) in policy_loss, and here by
-    # the number of completions on all ranks.
+    # GRPO averages each completion first: let policy_loss divide by part["loss_mask"].sum(1, keepdim=True), and
+    # normalizer be cfg.prompts_per_step * cfg.num_generations.
     normalizer = tokens
     sums, parts = torch.zeros(2, device=tokens.device), micro_batches(batch, cfg)
     for part in parts:
@@ -202,7 +203,8 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
         with model.no_sync() if not_last else contextlib.nullcontext():  # ranks all-reduce gradients in the last only
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
             # The trainer's log-probs before the step's first update, not the generator's: the clip measures how far
-            # updates have moved the policy. With one update a step they are the current ones.
+            # updates have moved the policy. With one update a step they are the current ones; with more `update` has
+            # put them into the batch.
             old = part.get("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, old, part, cfg) * mask).sum() / normalizer
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
@@ -236,9 +238,9 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, 
 
 
 def push_weights(model: nn.Module, generator, version: int) -> None:
-    """Sends all weights to the generator, which says `policy_version = version` of each completion that it samples from
-    then on. model: without DDP, which changes the names. No rank is sampling now: each had its completions before it
-    took part in the update's all-reduce."""
+    """Sends all weights to the generator. Completions sampled after this carry `policy_version = version`. model:
+    without DDP, which changes the names. No rank is sampling now: each had its completions before it took part in the
+    update's all-reduce."""
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         named = [(name, weight.detach()) for name, weight in model.named_parameters()]  # tied weights once
         generator.begin_push()
@@ -265,7 +267,8 @@ def train(cfg: Settings) -> None:
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: completions are compared; give 2 or more.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
-    cfg, folder = utils.computable(cfg, device), None  # compute_dtype: float32 on a CPU that is slow in bfloat16
+    cfg = utils.computable(cfg, device)  # compute_dtype: float32 on a CPU that is slow in bfloat16
+    folder = None
     if rank == 0:
         cfg.run_name = cfg.run_name or f"{Path(cfg.model_id).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(cfg.output_dir, cfg.run_name)

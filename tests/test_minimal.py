@@ -104,18 +104,19 @@ def test_it_learns(tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
-def test_all_rows_of_an_epoch_before_the_next(monkeypatch):
+def test_the_rows_of_an_epoch_are_distinct_and_those_of_the_next_are_shuffled(monkeypatch):
     rows, cfg = [{"prompt": str(n)} for n in range(10)], script.Settings(prompts_per_step=4)
-    steps = []
-    for step in range(5):
-        parts = []
-        for rank in range(2):
-            monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
-            monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
-            parts += script.rows_of_step(rows, step, cfg)
-        steps += [int(row["prompt"]) for row in parts]
-    assert sorted(steps[:8] + steps[8:10]) != sorted(steps[10:12]) and len(steps) == 20
-    assert all(steps.count(n) == 2 for n in range(10))
+    epochs = []
+    for epoch in range(3):
+        numbers = []
+        for step in (2 * epoch, 2 * epoch + 1):  # two rows of ten fill no step
+            for rank in range(2):
+                monkeypatch.setattr(script.dist, "get_rank", lambda rank=rank: rank)
+                monkeypatch.setattr(script.dist, "get_world_size", lambda: 2)
+                numbers += [int(row["prompt"]) for row in script.rows_of_step(rows, step, cfg)]
+        epochs.append(numbers)
+    assert all(len(set(numbers)) == 8 for numbers in epochs)
+    assert len(set(map(tuple, epochs))) == 3 and {n for numbers in epochs for n in numbers} == {*range(10)}
 
 
 def the_answer(completions, answer, **columns):
