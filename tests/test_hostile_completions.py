@@ -3,8 +3,6 @@
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_scoring import FOLLOWED
 
 from envs.formats import FORMATS, read_calls
@@ -29,8 +27,7 @@ OTHERS = {  # not over text, or not of the text alone, or tested where the other
 IN_PROCESSES = ("math", "reasoning_gym")  # other people's parsers, with time limits: test_calls.py
 SIZE = 30_000
 REPEATED = [*" \n*[<(-.,`#$\\{0a", "- ", "*a ", ".1", "1,", "<think>", "</answer>", "```python\n", '{"a":']
-REPEATED += ["\\frac{1}{", "\u0300\u0327", "\ud800", "\0", "\U0001f600", "Section 1 "]
-PIECES = [*REPEATED, "A", "B)", "3", "answer", "the ", "x", "9" * 5000, "1e999", "[" * 1100, '{"a":' * 1100]
+REPEATED += ["\\frac{1}{", "9" * 5000, "1e999", "\u0300\u0327", "\ud800", "\0", "\U0001f600", "Section 1 "]
 
 
 def scored(name: str, text: str):
@@ -42,17 +39,6 @@ def test_every_reward_is_looked_at():
     assert COLUMNS.keys() | OTHERS == REWARDS.keys() and not COLUMNS.keys() & OTHERS
 
 
-@pytest.mark.parametrize("name", sorted(COLUMNS.keys() - set(IN_PROCESSES)))
-@settings(max_examples=60)
-@given(st.one_of(st.text(st.characters(codec=None)), st.lists(st.sampled_from(PIECES), max_size=12).map("".join)))
-def test_any_text_has_a_score(name, text):
-    start = time.process_time()
-    for said in (text, f"<think>{text}</think><answer>{text}</answer>"):
-        (score,) = scored(name, said)
-        assert score is not None
-    assert time.process_time() - start < 1
-
-
 def hostile(piece: str):
     many = (piece * (SIZE // len(piece) + 1))[:SIZE]
     yield from (many, f"x{many}x", f"<<{many}", f"[{many}", "{" + many + "x}", f"```{many}", f"1{many}2")
@@ -60,13 +46,13 @@ def hostile(piece: str):
 
 
 @pytest.mark.parametrize("name", sorted(COLUMNS.keys() - set(IN_PROCESSES)))
-def test_a_score_takes_linear_time(name):
+def test_any_text_has_a_score_in_linear_time(name):
     """30 kB of what makes a regular expression or a parser slow. Plain python does each in less than .2 s here."""
     for piece in REPEATED:
         for text in hostile(piece):
             start = time.process_time()
-            scored(name, text)
-            assert time.process_time() - start < 1, (name, text[:20])
+            (score,) = scored(name, text)
+            assert score is not None and time.process_time() - start < 1, (name, text[:20])
 
 
 CALLS = [

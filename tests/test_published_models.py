@@ -174,7 +174,6 @@ def test_weights_that_a_folder_lacks_are_named(sources, tmp_path):
     )
     for flag, load in (
         ("model_id", lambda: load_policy(config(less), cpu)),
-        ("model_id", lambda: load_policy(config(less), cpu, Critic)),
         ("model_id", lambda: load_reference(config(less, beta=0.1), cpu)),
         ("teacher_id", lambda: teachers.load(config(sources["plain"], teacher_id=str(less)), cpu, load_frozen)),
     ):

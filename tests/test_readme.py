@@ -78,15 +78,6 @@ OF_A_RANK = """def mine(batch, cfg):
 
 ADVANTAGES["mine"] = mine
 """
-OF_A_SHARD = """class Mine(torch.optim.SGD):
-    def step(self, closure=None):
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.grad.mul_(300 if p.ndim > 1 else 0)
-        super().step()
-
-def make_optimizer(module, cfg):
-    return Mine(module.parameters(), lr=cfg.learning_rate)
-"""
 
 
 @pytest.mark.parametrize(
@@ -94,9 +85,8 @@ def make_optimizer(module, cfg):
     [
         (OF_A_PART, "--policy_loss mine", "not the same in small micro-batches as in one pass: grad_norm"),
         pytest.param(OF_A_RANK, "--advantage mine", "not the same on two ranks as in one pass", marks=pytest.mark.slow),
-        pytest.param(OF_A_SHARD, "", "not the same on two ranks with shards as in one pass", marks=pytest.mark.slow),
     ],
-    ids=["part", "rank", "shard"],
+    ids=["part", "rank"],
 )
 def test_the_check_finds_what_depends_on_the_cut(block, flag, told, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

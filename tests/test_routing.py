@@ -27,7 +27,6 @@ FAMILIES = {
     "mixtral": dict(num_local_experts=8, num_experts_per_tok=2),
     "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=8, layer_types=["full_attention"] * 3),
     "deepseek_v3": SMALL | GROUPED | LATENT,
-    "qwen3_5_moe_text": SMALL | dict(num_experts=8, shared_expert_intermediate_size=16, head_dim=8),
 }
 
 
@@ -35,8 +34,6 @@ def made(name: str, dtype=torch.float32):
     torch.manual_seed(0)
     options = dict(vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = AutoConfig.for_model(name, **options | SHAPE | FAMILIES[name])
-    if name == "qwen3_5_moe_text":
-        config.layer_types = ["full_attention"] * 3
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name == "gpt_oss" else "sdpa")
     with torch.no_grad():
         for parameter in model.parameters():
