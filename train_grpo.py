@@ -379,9 +379,10 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        scoring = asyncio.ensure_future(score(played, functions, call_cfg))
+        work = [asyncio.ensure_future(score(played, functions, call_cfg))]
+        work.append(teachers.tell(played, generator, call_cfg, scored=work[0]))
         try:
-            await asyncio.gather(scoring, teachers.tell(played, generator, call_cfg, scored=scoring))
+            await asyncio.gather(*work)
         except RewardError as error:
             return [failed_trajectory(t.row, t.group, error) for t in trajectories]
         return trajectories
@@ -920,7 +921,7 @@ class Policy(nn.Module):
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
             take_packed_rows(self.hf_model)
-        # balance: (router logits, attention mask) -> the loss of --router_aux_coef
+        self.balance = None  # or a function that makes the loss of --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
         # Weights that a pass without images leaves out; the ranks add up their gradients all the same.
@@ -1180,7 +1181,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = colocate.home(cfg, device)  # where models are loaded to; with --colocate the server sleeps from here on
+    home = device  # where models are loaded to: with --colocate the CPU, and the server sleeps from here on
+    home = colocate.home(cfg, device)
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
     cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
     memory, sampler = {}, None  # `memory` is shared by after_rollout and the prompt sampler
