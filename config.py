@@ -353,10 +353,7 @@ def read_entry(entry: dict, cls: type) -> dict:
     """An entry of `domains` with values of the fields' types. ConfigError for one that cannot be one."""
     name, hints = entry.get("name"), typing.get_type_hints(cls)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,50}", name) or name in TAKEN:
-        raise ConfigError(
-            f"domains, name {name!r}: give each entry a name of its own, of letters, digits, - . _ (quoted, if YAML "
-            f"takes it for a number), and none with which other metrics begin: {', '.join(TAKEN)}."
-        )
+        raise ConfigError(f"domains, name {name!r}: use letters, digits, - . _, and none of {', '.join(TAKEN)}.")
     for key in entry:
         known_name(f"domain {name!r}, settings of its own", key, {"name", "weight", *BY_DOMAIN})
     try:

@@ -168,9 +168,7 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
         if not is_served(cfg.reward_model):
             load(cfg.reward_model)  # here: the first call has a time limit
     if taken := {*(columns or ())} & {*OWN_ARGUMENTS}:
-        raise ConfigError(
-            f"column {min(taken)!r} of the data is an argument of reward functions; rename it in format_row."
-        )
+        raise ConfigError(f"column {min(taken)!r} is an argument of reward functions; rename it in format_row.")
     for name, function in functions.items() if columns is not None else ():
         available = {*columns, *OWN_ARGUMENTS} - {"prompt"} | ({"environments"} if cfg.env else set())
         if fault := missing_arguments(function, available):

@@ -176,10 +176,7 @@ def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     if batch.reward_components is not None:
         parts = batch.reward_components
         if parts.isinf().any():
-            raise ValueError(
-                "--advantage gdpo compares each reward function's values, and a trajectory has none: give those that "
-                'after_rollout adds info["reward_components"], a list with one number for each of --reward_funcs'
-            )
+            raise ValueError('--advantage gdpo: after_rollout must give info["reward_components"], a number a function')
         weights = cfg.reward_weights or [1.0] * len(parts.T)
     total = sum(w * normalize(s, batch.groups, "group", "group") for w, s in zip(weights, parts.T, strict=True))
     return whiten(spread(total, batch.loss_mask), batch.loss_mask)

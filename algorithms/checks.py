@@ -31,8 +31,7 @@ def check_functions(functions: dict[str, Callable], advantage: Callable, cfg: Tr
     for domain in cfg.by_domain():
         if (compares(domain) if callable(compares) else compares) and domain.num_generations < 2:
             raise ConfigError(
-                f"--num_generations={domain.num_generations}: {cfg.advantage} compares the completions of one prompt, "
-                "so it needs at least 2; 8 is usual."
+                f"--num_generations={domain.num_generations}: {cfg.advantage} compares completions; take 2 or more."
             )
 
 
@@ -64,10 +63,7 @@ def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
         for key, value in extras.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             if shape not in ((), (len(batch),), tuple(batch.loss_mask.shape)):
-                raise ValueError(
-                    f"{name} returned {key!r} of shape {shape}; give a number, a tensor with a value for each of the "
-                    f"{len(batch)} rows (group_mean and center_by_group make one), or for each token."
-                )
+                raise ValueError(f"{name} returned {key!r} of shape {shape}; give a number, [B] or [B, T].")
             found[key] = value.to(batch.loss_mask.device) if isinstance(value, Tensor) else float(value)
     return found
 
@@ -109,8 +105,7 @@ def check_statistics(name: str, statistics: dict, batch) -> dict:
         shape = tuple(matrix.shape) if isinstance(matrix, Tensor) else None
         if shape not in ((), (1, 1), (rows, 1), (1, length), (rows, length)):
             raise ValueError(
-                f"{name} returned the statistic {key!r} as {shape or type(matrix).__name__}; it must be a tensor with "
-                f"a value per token, ({rows}, {length}), or per completion, ({rows}, 1): values[:, None] makes that."
+                f"{name} returned the statistic {key!r} as {shape}; make it [B, T], or [B, 1] by [:, None]."
             )
     return statistics
 
@@ -140,9 +135,7 @@ def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
     failed, that goes. Collective."""
     trajectories, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(trajectories, list) or not isinstance(numbers, dict):
-        raise TypeError(
-            f"after_rollout must return a list of trajectories, or that and a dict of numbers; got {type(returned)}."
-        )
+        raise TypeError(f"after_rollout must return trajectories, or (trajectories, numbers); got {type(returned)}.")
     played = [t for t in trajectories if not stands_in(t)]
     row_numbers = {id(t.row): t.info["row_number"] for t in reversed(sampled) if "row_number" in t.info}
     for t in played:

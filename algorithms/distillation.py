@@ -120,14 +120,10 @@ def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
     top = [flag for flag, function in functions.items() if "teacher_top" in getattr(function, "needs", ())]
     uses = [*asked, *top, *([f"--distill_topk {cfg.distill_topk}"] if cfg.distill_topk else [])]
     if uses and not cfg.has_teacher:
-        raise ConfigError(
-            f"{uses[0]}: there is no teacher to learn from; give --teacher_urls http://HOST:PORT of a vLLM server, "
-            "--teacher_id FOLDER, or --teacher_prompt COLUMN with which the policy is its own."
-        )
+        raise ConfigError(f"{uses[0]}: there is no teacher; give --teacher_urls, --teacher_id or --teacher_prompt.")
     if top and not cfg.distill_topk:
         raise ConfigError(f"{top[0]} reads batch.teacher_top, which --distill_topk K asks for; add --distill_topk 20.")
     if cfg.has_teacher and not uses and cfg.distill_coef:
         raise ConfigError(
-            "there is a teacher, and nothing learns from it: add --advantage distill, or --distill_topk 20; or "
-            "--distill_coef 0, with which it is only watched."
+            "nothing learns from the teacher: add --advantage distill or --distill_topk 20, or --distill_coef 0."
         )

@@ -31,23 +31,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> torc
     unknown to DDP or FSDP, differ by rank. At start and in each update: what is trained may change."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if empty := [group.get("name", n) for n, group in enumerate(optimizer.param_groups) if not group["params"]]:
-        raise ConfigError(
-            f"make_optimizer: the group {empty[0]!r} has no parameters. Choose by clean_name(name), which is the same "
-            "whatever wraps the model, or leave the group out."
-        )
+        raise ConfigError(f"make_optimizer: the group {empty[0]!r} has no parameters; choose by clean_name(name).")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if lost := [name for name, p in trained.items() if p not in held]:
         raise ConfigError(
-            f"make_optimizer: {len(lost)} of {len(trained)} trained parameters are in no group, first {lost[0]!r}. Put "
-            "them into one, also what is trained later on; or freeze them: requires_grad_(False) in load_hf_model."
+            f"make_optimizer: {lost[0]!r} is trained and in no group; add it, or freeze it in load_hf_model."
         )
     at_start = module.__dict__.setdefault("trained_at_start", {*trained})
     late = isinstance(module, DistributedDataParallel | FSDP | FSDPModule) and trained.keys() - at_start
     if late:
-        raise ConfigError(
-            f"{len(late)} parameters are trained that were frozen at start, such as {min(late)!r}: DDP and FSDP add up "
-            "over ranks gradients of what was trained then. Have them require gradients in to_train, and leave it so."
-        )
+        raise ConfigError(f"{min(late)!r} is trained and was frozen when DDP or FSDP wrapped it; thaw it in to_train.")
     return optimizer
 
 
@@ -69,10 +62,7 @@ def lr_at(update: int, cfg: TrainConfig) -> float:
         factor = schedule(cfg.lr_schedule, cfg.learning_rate, warmup, total)
         return cfg.learning_rate * factor(update + (update < warmup))
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(
-            f"--lr_schedule={cfg.lr_schedule}, {warmup} updates of warm-up and {total} in all: {error}. Arguments are "
-            "those of transformers' schedule of that name."
-        ) from None
+        raise ConfigError(f"--lr_schedule={cfg.lr_schedule}, {warmup} of {total} updates warm-up: {error}.") from None
 
 
 @lru_cache(maxsize=64)
@@ -114,9 +104,7 @@ def optimizer_class(cfg: TrainConfig) -> type[torch.optim.Optimizer]:
             "--optim (those of 8 bits: pip install bitsandbytes)", cfg.optim, [k.__name__ for k in known.values()]
         )
     if cfg.strategy != "ddp" and not known[name].__module__.startswith("torch."):
-        raise ConfigError(
-            f"--optim={cfg.optim} with --strategy {cfg.strategy}: bitsandbytes knows no shards; use ddp, or AdamW."
-        )
+        raise ConfigError(f"--optim={cfg.optim}: bitsandbytes knows no shards; use --strategy ddp, or AdamW.")
     return known[name]
 
 

@@ -51,8 +51,7 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
     if cfg.teacher_urls:
         if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
             raise ConfigError(
-                "--teacher_urls names the policy's own server, which may hold adapters beside its base, and what it "
-                "says would be the base's. Leave it out: with --teacher_prompt alone the policy is its own teacher."
+                "--teacher_urls is the policy's own server, and adapters do not teach: give --teacher_prompt alone."
             )
         window = cfg.max_prompt_length + cfg.max_completion_length
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
@@ -69,10 +68,7 @@ def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> N
     if unlike or (takes_images(of_policy) and kind != of_policy.model_type):
         text, token = min(unlike, key=lambda pair: pair[1], default=("", 0))
         first = f" (token {token} is {text!r} for the policy)" if unlike else ""
-        raise ConfigError(
-            f"{flag}={name} is a {kind}, the policy a {of_policy.model_type}, and reads other texts or images{first}. "
-            f"Take a model of the policy's family, or {instead}."
-        )
+        raise ConfigError(f"{flag}={name}, a {kind}, reads other text or images than the policy{first}; {instead}.")
 
 
 def own_server(cfg: TrainConfig) -> bool:
@@ -115,8 +111,7 @@ async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scor
             elif shown is not None and cfg.teacher_prompt:
                 if later_images(trajectory):
                     raise TeacherError(
-                        "images of tools cannot be shown to a teacher in this process behind --teacher_prompt; give "
-                        "--teacher_urls of a vllm_server.py"
+                        "images of tools cannot be shown behind --teacher_prompt here; give --teacher_urls"
                     )
                 trajectory.info["teacher_prompt"] = shown
         except TeacherError as error:
@@ -149,10 +144,7 @@ async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) 
             return replace(prompt, images=[*prompt.images, *later_images(trajectory)])
         ids = prompt_ids(row, processor, cfg)
     except Exception as error:  # templates and image decoders raise whatever they like
-        raise TeacherError(
-            f"--teacher_prompt {cfg.teacher_prompt} gave what the chat template cannot show, {shorten(messages)}: "
-            f"{error!r:.300}. Give text, or chat messages"
-        ) from error
+        raise TeacherError(f"--teacher_prompt gave no text or chat but {shorten(messages)} ({error!r:.300})") from error
     return Prompt(ids, ids)
 
 

@@ -66,10 +66,7 @@ class Gymnasium(Environment):
             raise ConfigError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
         space, seen = self.env.action_space, self.env.observation_space
         if not isinstance(space, (gymnasium.spaces.Discrete, gymnasium.spaces.Text)):
-            raise ConfigError(
-                f"{where}: its actions are {space}; allowed are Discrete (a number) and Text. Wrap it in a class of "
-                "your own that makes an action of the model's text: see the top of envs/base.py."
-            )
+            raise ConfigError(f"{where}: its actions are {space}; only Discrete and Text are played. See envs/base.py.")
         self.numbered, self.sees_a_number = (isinstance(one, gymnasium.spaces.Discrete) for one in (space, seen))
 
     def shown(self, observation) -> str:
@@ -141,11 +138,7 @@ class TextArena(Environment):
             if not isinstance(self.game.state, textarena.SinglePlayerState):
                 raise ValueError("a game for several players")
         except Exception as error:  # games of any number of players, some with faults of their own
-            raise ConfigError(
-                f"{where} cannot be played alone ({type(error).__name__}: {' '.join(str(error).split())}). Allowed are "
-                "games for one player, such as GuessTheNumber-v0, Wordle-v0, Sudoku-v0 or 2048-v0. Word lists of NLTK: "
-                "python -m nltk.downloader words averaged_perceptron_tagger_eng."
-            ) from error
+            raise ConfigError(f"{where} cannot be played alone ({error!r:.300}); see docs/environments.md.") from error
 
     @contextlib.contextmanager
     def own_chance(self):
@@ -268,17 +261,12 @@ def get_environment(spec: str, cfg=None) -> Callable[[], Environment]:
         raise ConfigError(f"--env {spec}: {error}; give it as --env '{name}?argument=value'.") from None
     cls = factory if inspect.isclass(factory) else type(factory(**arguments))
     if not callable(getattr(cls, "reset", None)):
-        raise ConfigError(
-            f"--env {name}: {cls.__name__} has no reset(); see the top of envs/base.py for a whole environment."
-        )
+        raise ConfigError(f"--env {name}: {cls.__name__} has no reset(); see the top of envs/base.py.")
     # It answers turns, by reset(row, seed) and step(text). Of TRL's, `step` may be a tool like others.
     plays = issubclass(cls, Environment) or {"row", "seed"} <= inspect.signature(cls.reset).parameters.keys()
     if plays and hasattr(cls, "step"):
         if cfg and (cfg.tools or cfg.mcp_config):
-            raise ConfigError(
-                f"--env {name}: {cls.__name__} answers text itself and brings its own tools, if any. Leave out "
-                "--tools and --mcp_config, or give a class whose methods are tools (docs/environments.md)."
-            )
+            raise ConfigError(f"--env {name}: {cls.__name__} answers text itself; leave out --tools and --mcp_config.")
         if not issubclass(cls, Environment):  # what it leaves out comes from there
             if not inspect.isclass(factory):
                 raise ConfigError(f"--env {name}: let {cls.__name__} derive from envs.Environment, or give the class.")

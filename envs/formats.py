@@ -214,14 +214,9 @@ def parser_for(wanted: str, processor, has_own: bool = False) -> str:
     if wanted == "auto" and has_own:
         return OWN_WORDS
     if wanted == "auto":
-        raise ConfigError(
-            "--tool_parser=auto: the chat template of --model_id knows tools, and writes calls in a way that none of "
-            f"{', '.join(FORMATS)} is known to read. Give a function that reads it, my_calls.py:read "
-            f"(envs/formats.py), or {OWN_WORDS}, with which the system message says how to call, not the template."
-        )
+        raise ConfigError(f"--tool_parser=auto: an unknown format of calls; give my_calls.py:read, or {OWN_WORDS}.")
     if wanted != OWN_WORDS and written not in (None, wanted):
         raise ConfigError(
-            f"--tool_parser={wanted}: the chat template of --model_id writes calls as {written} reads them; leave the "
-            f"flag out, or take {OWN_WORDS}, with which the system message says how to call, not the template."
+            f"--tool_parser={wanted}: the chat template writes {written}; leave it out, or take {OWN_WORDS}."
         )
     return wanted

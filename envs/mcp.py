@@ -70,9 +70,7 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
     def value_of(found: re.Match) -> str:  # ${VAR}, ${env:VAR} or ${VAR:-default}, as a shell would
         name, has_default, default = found[1].removeprefix("env:").partition(":-")
         if not has_default and name not in os.environ:
-            raise ConfigError(
-                f"--mcp_config={path}: the environment variable {name} is not set; or give ${{{name}:-x}}."
-            )
+            raise ConfigError(f"--mcp_config={path}: the environment variable {name} is not set.")
         return json.dumps(os.environ.get(name, ""))[1:-1] or default
 
     try:
@@ -80,9 +78,7 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
         entries = loaded["mcpServers"] if "mcpServers" in loaded else loaded["servers"]  # `servers`: VS Code
         entries = {name: dict(entry) for name, entry in entries.items()}
     except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f'--mcp_config={path}: cannot be read ({error!r:.200}); give a JSON file {{"mcpServers": {{NAME: ...}}}}.'
-        ) from None
+        raise ConfigError(f'--mcp_config={path} is no JSON {{"mcpServers": {{NAME: ...}}}}: {error!r:.200}.') from None
     servers = []
     for name, entry in entries.items():
         if unknown := sorted(entry.keys() - KEYS):

@@ -89,8 +89,7 @@ def from_function(function: Callable) -> Tool:
         hints = typing.get_type_hints(routine)
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"the tool {name!r} needs a type hint on every argument, and a docstring with a line for each "
-            f"under 'Args:' ({error})"
+            f"the tool {name!r} needs a type hint and a line in Args: for each argument: {error}"
         ) from None
     taken = {a.name: hints[a.name] if a.default is a.empty else NotRequired[hints[a.name]] for a in arguments}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)

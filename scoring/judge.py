@@ -63,9 +63,7 @@ def fill_in(template: str, row: dict) -> str:
     try:
         return template.format_map({name: "" if value is None else value for name, value in row.items()})
     except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"the judge's template: {error} is none of its columns, {', '.join(row)}. Write {{{{ and }}}} for braces."
-        ) from None
+        raise ValueError(f"the judge's template: {error} is none of its columns, {', '.join(row)}.") from None
 
 
 def token_for(url: str, cfg) -> str:

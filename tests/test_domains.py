@@ -101,7 +101,7 @@ def test_a_domain_is_the_config_with_settings_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "entries, message",
     [
-        ([{"name": "rewards"}], "name 'rewards': .*other metrics begin"),
+        ([{"name": "rewards"}], "name 'rewards': use letters"),
         ([SUMS, SUMS], "two entries have the same name"),
         ([{"name": "a", "learning_rate": 1}], "domain 'a'.*: unknown name 'learning_rate'"),
     ],

@@ -190,7 +190,7 @@ def test_a_server_for_each_trajectory(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{]", "cannot be read"),
+        ("{]", "is no JSON"),
         ('{"mcpServers": {"a": {"command": "x", "args": ["${NO_SUCH}"]}}}', "the environment variable NO_SUCH"),
         ('{"mcpServers": {"a": {"command": "no-such-command"}}}', "server 'a' did not start"),
     ],

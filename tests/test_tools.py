@@ -296,7 +296,7 @@ def test_three_turns_in_a_templates_own_format(parser):
 
 def test_another_parser_than_the_templates_is_refused_at_start():
     tokenizer = tokenizer_with(*WRITTEN["xml"])
-    with pytest.raises(ConfigError, match="--tool_parser=hermes: .* as xml reads them"):
+    with pytest.raises(ConfigError, match="--tool_parser=hermes: .* writes xml"):
         formats.settled(config(tool_parser="hermes"), tokenizer)
     assert formats.settled(config(tool_parser="tags"), tokenizer).tool_parser == "tags"  # in our own words
     for asked, found in (("auto", "hermes"), ("xml", "xml")):  # no tools in the template: it is told in our words
