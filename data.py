@@ -1,5 +1,4 @@
-"""Rows: where they come from, what makes one valid, which are left out because their prompts are too long, and whose
-turn it is.
+"""Rows: where they come from, what makes one valid, and whose turn it is.
 
 A row is a dict. `prompt` is its only required column: a non-empty string or a list of chat messages. `answer`, `image`
 and `images` are the other standard names. Every column is kept and handed to the reward functions by keyword.
@@ -38,7 +37,7 @@ FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 GYM_SPLITS = ("train", "test", "validation")
 PROMPT_RULE = "`prompt` must be a non-empty string or a list of chat messages [{'role': 'user', 'content': '...'}]"
 AT_ONCE = 1000  # rows that are read from the disk together
-SEEN = 1000  # rows that tell which columns there are
+LOOKED_AT = 100  # rows that are looked at before anything else starts; others are when they are drawn
 REMEDY = "Build or rename columns in format_row (train script) or a function of yours: --dataset_id file.py:function"
 
 
@@ -47,10 +46,10 @@ REMEDY = "Build or rename columns in format_row (train script) or a function of 
 
 class Rows(Sequence):
     """Rows that stay on disk, in `table`, a `datasets.Dataset`. Each is made a dict by `make` when it is taken, and a
-    new one each time. name: what messages call them. by: the code of `make`, so that what is kept changes with it."""
+    new one each time. name: what messages call them."""
 
-    def __init__(self, table, make: Callable[[dict], dict], name: str, by: str = ""):
-        self.table, self.make, self.name, self.by = table, make, name, by
+    def __init__(self, table, make: Callable[[dict], dict], name: str):
+        self.table, self.make, self.name = table, make, name
 
     def __len__(self) -> int:
         return len(self.table)
@@ -65,12 +64,6 @@ class Rows(Sequence):
     def __iter__(self) -> Iterator[dict]:
         return itertools.chain.from_iterable(self[start : start + AT_ONCE] for start in range(0, len(self), AT_ONCE))
 
-    def select(self, places) -> "Rows":
-        return Rows(self.table.select(places), self.make, self.name, self.by)
-
-    def then(self, change: Callable[[dict], dict], by: str) -> "Rows":
-        return Rows(self.table, lambda row: change(self.make(row)), self.name, self.by + by)
-
 
 def made(make: Callable[[dict], dict], row: dict, where: str) -> dict:
     """What `make` makes of a row; what it raises says where."""
@@ -83,38 +76,15 @@ def made(make: Callable[[dict], dict], row: dict, where: str) -> dict:
         raise
 
 
-def each(rows, find: Callable[[list[dict], int], list], *what) -> list:
-    """What `find` says of each row: find(some of the rows, number of the first) -> a number for each.
-
-    what: names all that the numbers depend on beside the rows; the next start then reads those of rows on disk from
-    the cache of `datasets`."""
-    if isinstance(rows, list):
-        return find(rows, 0)
-    import datasets
-    from filelock import FileLock
-
-    def look(_, numbers: list[int]) -> dict:
-        return {"found": find(rows[numbers[0] : numbers[-1] + 1], numbers[0])}
-
-    table, how = rows.table, dict(batched=True, batch_size=AT_ONCE, with_indices=True, desc=str(what[0]))
-    how |= dict(remove_columns=table.column_names, features=datasets.Features(found=datasets.Value("int64")))
-    mark = datasets.fingerprint.Hasher.hash([table._fingerprint, rows.by, *map(str, what)])
-    kept = Path(datasets.config.HF_DATASETS_CACHE, "grpo")
-    kept.mkdir(parents=True, exist_ok=True)
-    with FileLock(kept / f"{mark}.lock"):  # one rank looks, the others read what it found
-        made = table.map(look, new_fingerprint=mark, cache_file_name=str(kept / f"{mark}.arrow"), **how)
-    return made.with_format("numpy")["found"][:].tolist()
-
-
 def columns_of(rows) -> set[str] | None:
     """Those that all of the first rows have; None where there are no rows."""
-    first = [*rows[:SEEN]]
+    first = [*rows[:LOOKED_AT]]
     return set.intersection(*({*row} for row in first)) if first else None
 
 
 def has_column(rows, *names: str) -> bool:
     """Whether one of the first rows has one of them."""
-    return any(name in row for row in rows[:SEEN] for name in names)
+    return any(name in row for row in rows[:LOOKED_AT] for name in names)
 
 
 def without_nulls(value):
@@ -157,11 +127,12 @@ def load_rows(
     format_row: Callable[[dict], dict] | None = None,
     own_prompts: bool = True,
 ):
-    """All rows of a data set, checked: a list of dicts, or Rows, which stay on disk. Files have no splits: held-out
-    rows need a file of their own.
+    """All rows of a data set: a list of dicts, or Rows, which stay on disk. Files have no splits: held-out rows need a
+    file of their own.
 
-    `format_row` makes a row from each one, before the check; of Rows whenever one is taken. Without `own_prompts` a row
-    may lack `prompt`: it is an empty one, for an environment to complete.
+    `format_row` makes a row from each one, before the check; of Rows whenever one is taken, so that of these only the
+    first and the last are known to be good. Without `own_prompts` a row may lack `prompt`: it is an empty one, for an
+    environment to complete.
     """
     rows = read_rows(dataset_id, config, split, seed)
     if len(rows) == 0:
@@ -170,26 +141,15 @@ def load_rows(
     def whole(row: dict) -> dict:
         check_dict(row)
         row = row if own_prompts or "prompt" in row else row | {"prompt": NO_PROMPT}
-        return format_row(row) if format_row else row
-
-    def check(part: list[dict], first: int) -> list[int]:
-        for number, row in enumerate(part, first):
-            made(check_row, row, f"{dataset_id}, row {number}")
-        return [1] * len(part)
+        row = format_row(row) if format_row else row
+        check_row(row)
+        return row
 
     if isinstance(rows, list):
-        rows = [made(whole, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
-    else:
-        rows = rows.then(whole, f"{file_of(format_row)} {own_prompts}")
-    each(rows, check, "looking at rows", file_of(check_row))
-    return rows
-
-
-def file_of(function: Callable | None) -> str:
-    """The text of the file that a function stands in: what is kept of rows changes with it."""
-    code = getattr(function, "__code__", None)
-    path = Path(code.co_filename) if code else None
-    return path.read_text(encoding="utf-8") if path and path.is_file() else repr(function)
+        return [made(whole, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
+    checked = Rows(rows.table, lambda row: whole(rows.make(row)), rows.name)
+    checked[:LOOKED_AT], checked[len(rows) - 1]  # the last, as files are cut off at their end
+    return checked
 
 
 def read_rows(dataset_id: str, config: str | None, split: str, seed: int):
@@ -376,21 +336,6 @@ def check_row(row) -> None:
             raise ConfigError(f"message {number} of `prompt`: {error}. {PROMPT_RULE}.") from None
 
 
-def filter_overlong(rows, lengths: Sequence[int], max_prompt_length: int) -> tuple:
-    """(rows of at most `max_prompt_length` prompt tokens, how many were dropped: the caller says so). ConfigError if
-    no row is left."""
-    kept = [index for index, length in enumerate(lengths) if length <= max_prompt_length]
-    dropped = len(lengths) - len(kept)
-    if not kept:
-        raise ConfigError(
-            f"--max_prompt_length={max_prompt_length}: all {dropped} prompts are longer; the shortest has "
-            f"{min(lengths)} tokens, the longest {max(lengths)} or more. Raise the limit."
-        )
-    if dropped == 0:
-        return rows, 0
-    return ([rows[index] for index in kept] if isinstance(rows, list) else rows.select(kept)), dropped
-
-
 def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> None:
     """ConfigError unless there are enough rows, and equally many for each rank."""
     if prompts_per_step % world_size or num_rows < prompts_per_step:
@@ -491,21 +436,17 @@ def sources(cfg) -> dict[str, tuple]:
     return {use: (name, cfg.dataset_config, split, not cfg.env) for use, (name, split) in found.items()}
 
 
-def load_data(cfg, format_row: Callable[[dict], dict], measure: Callable, whole=None) -> tuple[list[dict], list[dict]]:
-    """Training rows and held-out rows (empty without evaluation), over-long prompts left out and counted.
-
-    measure: (rows, name) -> tokens of each row's prompt; it also refuses rows that cannot be played.
-    Of a domain's config, its rows; then whole: the run's config.
-    """
+def load_data(cfg, format_row: Callable[[dict], dict] | None, whole=None) -> tuple[Sequence[dict], list[dict]]:
+    """Training rows and held-out rows (empty without evaluation). Of a domain's config, its rows; then whole: the run's
+    config."""
     found = {"train": [], "eval": []}
     if "eval" in sources(cfg) and not cfg.eval_dataset_id and names_file(cfg.dataset_id):
         without = ", or give this domain `eval_split: none`" * bool(cfg.domain)
         name = f"name the held-out rows' file with {'' if cfg.domain else '--'}eval_dataset_id"
         raise ConfigError(f"{cfg.dataset_id} has no splits: {name}{without}.")
-    for use, source in sources(cfg).items():
-        (dataset_id, config, split, own_prompts), where = source, f"{source[0]} [{source[2]}]"
+    for use, (dataset_id, config, split, own_prompts) in sources(cfg).items():
         loaded = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts)
-        loaded = rows_of(loaded, cfg, where, [own.domain for own in (whole or cfg).by_domain()])
+        loaded = rows_of(loaded, cfg, dataset_id, [own.domain for own in (whole or cfg).by_domain()])
         if use == "eval" or cfg.env:  # held-out rows are few, and an environment's get a seed
             loaded = loaded if isinstance(loaded, list) else [*loaded]
         if cfg.env:  # rows may have equal prompts, or be one object, and should not all be the same game
@@ -514,9 +455,7 @@ def load_data(cfg, format_row: Callable[[dict], dict], measure: Callable, whole=
                 row if row.get("seed") is not None else row | {"seed": zlib.crc32(f"{named} {number}".encode())}
                 for number, row in enumerate(loaded)
             ]
-        kept, dropped = filter_overlong(loaded, measure(loaded, where), cfg.max_prompt_length)
-        found[use] = kept
+        found[use] = loaded
         if os.environ.get("RANK", "0") == "0":
-            name = f"{cfg.domain}: " if cfg.domain else ""
-            print(f"{name}{where}: {len(kept)} rows" + (f", {dropped} over-long left out" if dropped else ""))
+            print(f"{f'{cfg.domain}: ' if cfg.domain else ''}{dataset_id} [{split}]: {len(loaded)} rows")
     return found["train"], found["eval"]

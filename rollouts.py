@@ -14,7 +14,6 @@ import functools
 import inspect
 import itertools
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,12 +21,13 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 
 from config import ConfigError, TrainConfig, known_name, shorten
-from data import has_column
+from data import LOOKED_AT, has_column
 from envs import ToolEnvironment, adapters
 from envs.adapters import put_away, take_environment
 from envs.base import call_environment, checked_step, reset, state_of
 from envs.formats import outside_thinking
 from envs.playing import main
+from inputs.parts import PartError
 from inputs.pictures import PictureError
 from inputs.prompts import (
     SCHEMAS,
@@ -36,12 +36,12 @@ from inputs.prompts import (
     own_kwargs,
     own_schemas,
     prompt_messages,
-    special_text_in,
     with_tools,
 )
+from inputs.special_tokens import found_in
 from inputs.trajectory import (
     LARGEST,
-    RowPictureError,
+    RowError,
     Trajectory,
     TrajectoryError,
     calls_in,
@@ -51,8 +51,8 @@ from inputs.trajectory import (
     known_scores,
     spans_of,
 )
-from inputs.vision import build_prompt, check_echo, continued, image_sources, observed, prompt_lengths
-from safety.calls import run_limited, say_once, unread
+from inputs.vision import build_prompt, check_echo, continued, observed, vision_prompt
+from safety.calls import run_limited, say_once, unread, warn_once
 
 ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
@@ -120,11 +120,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
     """Each prompt is answered once: one request per prompt with n = num_generations."""
 
     async def one_prompt(group: int, row: dict) -> list[Trajectory]:
-        try:
-            prompt = build_prompt(row, generator, cfg)
-        except PictureError as error:  # of a file that was not decoded at start, or has changed since
-            failure = RowPictureError(str(error), row)
-            return [failed_trajectory(row, group, failure) for _ in range(cfg.num_generations)]
+        prompt = build_prompt(row, generator, cfg)
         told = {"told": prompt_messages(row, cfg.system_prompt)} if cfg.system_prompt else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
         samples = await generator.generate(prompt.sent_ids, n=cfg.num_generations, **images, **sampling_options(cfg))
@@ -388,32 +384,42 @@ def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainCon
     return with_tools(row, schemas, environment.instructions, processor, cfg.system_prompt), schemas
 
 
-def measure(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
-    """Tokens of each row's prompt, with what tools add to it. ConfigError for a row that no environment can play.
-
-    Rows whose text reads like special tokens are counted and said.
-    """
-    group_sizes(rows, cfg)
-    if not (cfg.tools or cfg.mcp_config or cfg.env) and len(rows) and rows[0].get("tools") and not own_schemas(rows[0]):
+def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
+    """Tokens of the first rows' prompts, with what tools add to them. ConfigError for one that cannot be shown to the
+    model, or if all are over --max_prompt_length. Said is how many are, or have text that reads like special tokens."""
+    some, lengths, forged = rows[:LOOKED_AT], [], []
+    if not (cfg.tools or cfg.mcp_config or cfg.env) and some and some[0].get("tools") and not own_schemas(some[0]):
         say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
-    if (cfg.tools or cfg.mcp_config) and not cfg.env:
-        environment = adapters.environment_maker(cfg)()
-        shown = [begun(row, environment.reset(row, 0), environment, processor, cfg)[0] for row in rows]
-        lengths = prompt_lengths(shown, name, processor, cfg)
-    else:
-        lengths = prompt_lengths(rows, name, processor, cfg)
-    if os.environ.get("RANK", "0") == "0" and (said := special_text_in(rows, processor, cfg)):
-        print(f"{name}: {said}")
+    environment = adapters.environment_maker(cfg)() if (cfg.tools or cfg.mcp_config) and not cfg.env else None
+    for number, row in enumerate(some):
+        try:
+            shown = begun(row, environment.reset(row, 0), environment, processor, cfg)[0] if environment else row
+            lengths.append(len(vision_prompt(shown, processor, None, cfg).token_ids))
+        except (PartError, PictureError) as error:
+            raise ConfigError(f"{name}, row {number}: {error}.") from error
+        forged += found_in(row["prompt"], processor)[:1]
+    over = sum(length > cfg.max_prompt_length for length in lengths)
+    if some and over == len(some):
+        limit = f"--max_prompt_length={cfg.max_prompt_length}"
+        raise ConfigError(
+            f"{limit}: all prompts of {name} are longer, the shortest has {min(lengths)} tokens. Raise it."
+        )
+    if over:
+        say_once(f"{name}: {over} of the first {len(some)} prompts are over --max_prompt_length; such are left out.")
+    if forged and not cfg.no_apply_chat_template:  # prompts without one bring the tokens of their template along
+        remedy = "is broken by a blank (--allow_special_tokens: becomes one)"
+        remedy = "becomes one" if cfg.allow_special_tokens else remedy
+        what = f"text that reads like a special token, such as {forged[0]!r}: it {remedy}"
+        say_once(f"{name}: {len(forged)} of the first {len(some)} prompts hold {what}.")
     return lengths
 
 
-def check_length(prompt, row: dict, cfg: TrainConfig) -> None:
-    if len(prompt.token_ids) > cfg.max_prompt_length:
-        raise TrajectoryError(
-            f"--max_prompt_length is {cfg.max_prompt_length}, and with what its environment adds the prompt has "
-            f"{len(prompt.token_ids)} tokens: raise it, and the server's --max-model-len with it.",
-            row,
-        )
+def left_out(group: list[Trajectory], number: int) -> bool:
+    """Whether the row of this number cannot be shown to the model, which is said."""
+    fault = next((t.info["failure"] for t in group if isinstance(t.info.get("failure"), RowError)), None)
+    if fault:
+        warn_once(f"row {number} of those in use is left out: {fault}", fault.cause)
+    return fault is not None
 
 
 def shown_to_model(function: Callable, row: dict, *arguments):
@@ -422,8 +428,6 @@ def shown_to_model(function: Callable, row: dict, *arguments):
     try:
         return function(*arguments)
     except Exception as error:
-        if isinstance(error, PictureError) and function is build_prompt and image_sources(row):
-            raise RowPictureError(str(error), row) from error
         raise TrajectoryError(f"what the environment gave cannot be shown to the model: {error!r:.500}", row) from error
 
 
@@ -441,8 +445,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
     given = own_kwargs(row)
     observe, drops = functools.partial(observed, **given), functools.partial(drops_thinking, **given)
-    prompt = so_far = shown_to_model(build_prompt, row, row, generator, cfg, shown)
-    check_length(prompt, row, cfg)
+    prompt = so_far = build_prompt(row, generator, cfg, shown)
     turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], [None], [], "stop"
     rows, limit, thinks = [], len(prompt.token_ids) + cfg.max_completion_length, False  # rows that ended; of the next
     home: dict = {}  # the server that has the turns so far
@@ -471,7 +474,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         forks = thinks and cfg.on_rewrite == "fork" and shown_to_model(drops, row, answers, processor, schemas)
         if forks:  # what the template makes of it all is another context, and a row of its own
             whole = shown | {"prompt": [*shown["prompt"], *said_in(turns), *answers]}
-            answered = shown_to_model(build_prompt, row, row, generator, cfg, whole)
+            answered = build_prompt(row, generator, cfg, whole, math.inf)
             added, room = len(answered.token_ids), cfg.max_prompt_length + cfg.max_completion_length
         else:
             answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)

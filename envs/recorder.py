@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import secrets
@@ -174,7 +175,7 @@ class Conversation:
         schemas = tools if cfg.tool_parser != "tags" else []  # else our own words say how to call
         told = instructions(tools, parser_of(cfg)) if tools else ""
         shown = with_tools(self.row | {"prompt": messages, SCHEMAS: []}, schemas, told, processor)
-        return build_prompt(self.row, self.generator, cfg, shown), shown[SCHEMAS], None, messages
+        return build_prompt(self.row, self.generator, cfg, shown, math.inf), shown[SCHEMAS], None, messages
 
     def response(self, message: dict, finish: str, prompt: Prompt, sample) -> dict:
         usage = {"prompt_tokens": len(prompt.token_ids), "completion_tokens": len(sample.token_ids)}

@@ -89,12 +89,6 @@ def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | N
     return image, data
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) that an opened image will have; of a PNG, which would be decoded for it, as it lies."""
-    sideways = image.format == "JPEG" and image.getexif().get(ORIENTATION, 1) >= 5
-    return image.size[::-1] if sideways else image.size
-
-
 def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image, bytes]:
     """(RGB image, upright, what is transparent over white, within --min_pixels and --max_pixels; bytes of an image file
     of exactly these pixels). cfg: the TrainConfig; None: in its own size. PictureError if it cannot be read."""
@@ -146,7 +140,7 @@ def undecoded(rows, columns: list[str]):
 
 def opened_value(value):
     """An image column's value as PIL images that are opened, and decoded when they are first used. What cannot be
-    opened stays a file, and check_images names it."""
+    opened stays a file, and costs its row when that is drawn."""
     if isinstance(value, list):
         return [opened_value(one) for one in value]
     if isinstance(value, dict) and value["bytes"] is None and not os.path.isfile(value["path"] or ""):

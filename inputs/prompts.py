@@ -18,13 +18,12 @@ from jinja2 import TemplateError
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
 from inputs.processor import unread_by_template
-from inputs.special_tokens import END, begins_by_itself, found_in, guard, special_texts, tokenize, tokenizer_of
+from inputs.special_tokens import END, begins_by_itself, guard, special_texts, tokenize, tokenizer_of
 from safety.calls import say_once
 
 REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # what templates raise at what they do not know
 SCHEMAS = "<tool schemas>"  # of a row that was made for the model, for its template: no column of data is called so
 OPENED = re.compile(r"<(\w+)>\s*(</\1>\s*)?$")
-LOOKED_AT = 10_000  # rows
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -329,17 +328,3 @@ def prompt_ids(row: dict, tokenizer, cfg: TrainConfig) -> list[int]:
     """Token ids of a row's prompt, up to where the model's answer begins, for models without images."""
     text = prompt_text(row, tokenizer, cfg)
     return tokenize(text, tokenizer, adds_bos(text, tokenizer, cfg))
-
-
-def special_text_in(rows, processor, cfg: TrainConfig) -> str | None:
-    """What to say about prompts whose text reads like special tokens; None where there are none."""
-    if cfg.no_apply_chat_template:  # such prompts bring the tokens of their template along
-        return None
-    found = [tokens for row in rows[:LOOKED_AT] if (tokens := found_in(row["prompt"], processor))]
-    if not found:
-        return None
-    remedy = "becomes one" if cfg.allow_special_tokens else "is broken by a blank (--allow_special_tokens: becomes one)"
-    seen = f" of the first {LOOKED_AT:,}" if len(rows) > LOOKED_AT else ""
-    return (
-        f"{len(found)} prompts{seen} hold text that reads like a special token, such as {found[0][0]!r}: it {remedy}."
-    )

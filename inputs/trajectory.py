@@ -99,8 +99,9 @@ class TrajectoryError(RuntimeError):
         self.cause = cause
 
 
-class RowPictureError(TrajectoryError):
-    """An image of a data row that cannot be read: its group's only fault, which says nothing about other rows."""
+class RowError(TrajectoryError):
+    """A data row that cannot be shown to the model: its prompt is too long, or an image is damaged. That says nothing
+    about other rows: another one takes its place."""
 
 
 def failed_trajectory(row: dict, group: int, error: Exception) -> Trajectory:

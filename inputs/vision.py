@@ -6,35 +6,21 @@ many completions are sampled; the server's echo of the expanded ids is compared 
 Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; `join_inputs` joins those of
 several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
 
-    row -> build_prompt (of text alone by prompts.prompt_ids) -> sampled -> continued | observed
+    row -> build_prompt -> sampled -> continued | observed
 """
 
-import functools
 import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
-from PIL import Image
-
 from config import ConfigError, TrainConfig, shorten
-from data import Rows, each, file_of
 from inputs.parts import PartError
-from inputs.pictures import PictureError, load_image, open_image, scaled, upright_size
-from inputs.prompts import (
-    adds_bos,
-    image_parts,
-    is_vision,
-    normal,
-    observation_ids,
-    observation_text,
-    prompt_ids,
-    prompt_text,
-    render,
-)
+from inputs.pictures import PictureError, load_image
+from inputs.prompts import SCHEMAS, adds_bos, image_parts, is_vision, observation_ids, observation_text, prompt_text
 from inputs.special_tokens import tokenize
+from inputs.trajectory import RowError, TrajectoryError
 
 # torch is imported where there are images, so that environments can be tried without it.
 
@@ -86,28 +72,45 @@ def column_images(row: dict) -> list:
     return []
 
 
-def build_prompt(row: dict, generator, cfg: TrainConfig, shown: dict | None = None) -> Prompt:
+def build_prompt(
+    row: dict, generator, cfg: TrainConfig, shown: dict | None = None, most: float | None = None
+) -> Prompt:
     """The row's prompt, or that of `shown`, which an environment made of it; its images decoded and processed once.
-    generator: has the `tokenizer` (of models with images the processor) and `rope_index`."""
-    processor, shown = generator.tokenizer, shown or row
-    if not is_vision(processor):
-        ids = prompt_ids(shown, processor, cfg)
-        return Prompt(ids, ids)
-    known, messages, prompt = _RECENT.get(id(row), (None, None, None))
-    if known is not row or messages != shown["prompt"]:
-        prompt = vision_prompt(shown, processor, generator.rope_index, cfg, row)
-        _RECENT[id(row)] = row, shown["prompt"], prompt
+    generator: has the `tokenizer` (of models with images the processor) and `rope_index`.
+
+    RowError if it cannot be made, or has more than `most` tokens (unset: --max_prompt_length); of an environment, which
+    may be the one to blame, TrajectoryError.
+    """
+    shown, kind = shown or row, TrajectoryError if cfg.env else RowError
+    asked = shown["prompt"], shown.get(SCHEMAS)
+    known, before, prompt = _RECENT.get(id(row), (None, None, None))
+    if known is not row or before != asked:
+        try:
+            prompt = vision_prompt(shown, generator.tokenizer, generator.rope_index, cfg, row)
+        except ConfigError:
+            raise
+        except Exception as error:  # templates and image decoders raise whatever they like
+            said = str(error) if isinstance(error, PartError | PictureError) else repr(error)
+            raise kind(f"the prompt cannot be shown to the model: {said:.500}", row) from error
+        _RECENT[id(row)] = row, asked, prompt
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.popitem(last=False)
+    if len(prompt.token_ids) > (most or cfg.max_prompt_length):
+        more = ", with what its environment adds" if shown is not row else ""
+        limit = f"--max_prompt_length={cfg.max_prompt_length}"
+        raise kind(f"the prompt{more} is over {limit}: raise it, and the server's --max-model-len with it.", row)
     return prompt
 
 
 def vision_prompt(
     row: dict, processor, rope_index: Callable | None, cfg: TrainConfig, data_row: dict | None = None
 ) -> Prompt:
-    """`build_prompt` of a row for a model with images; the row may have none. data_row: where it came from, if an
-    environment has written the prompt: then only the data row's own texts may name a file."""
+    """`build_prompt` of a row, whose images are as many as its placeholders, or none. data_row: where it came from, if
+    an environment has written the prompt: then only the data row's own texts may name a file. PartError, PictureError.
+    """
     sources, own = image_sources(row), image_sources(data_row or row)
+    if sources and not is_vision(processor):
+        raise PartError("the row has images, and the model of --model_id takes none; choose one that does")
     text = prompt_text(row, processor, cfg, len(sources))
     special = adds_bos(text, processor, cfg)
     sent = tokenize(text, processor, special)
@@ -208,13 +211,6 @@ def rope_index_of(hf_model) -> Callable | None:
     return getattr(backbone(hf_model), "get_rope_index", None)
 
 
-def images_alone(processor, count: int) -> str:
-    """The shortest prompt with so many images."""
-    if not processor.chat_template:
-        return processor.image_token * count
-    return render(normal([{"role": "user", "content": "-"}], processor, count), processor, add_generation_prompt=True)
-
-
 def check_echo(prompt: Prompt, samples: list) -> None:
     """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
     ours, theirs = prompt.token_ids, samples[0].prompt_ids
@@ -225,79 +221,3 @@ def check_echo(prompt: Prompt, samples: list) -> None:
             f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
             "images with --max_pixels and --min_pixels here, not with --mm-processor-kwargs there."
         )
-
-
-# ---- at start --------------------------------------------------------------------------------------------------------
-
-
-def check_images(rows, name: str, processor, first: int = 0) -> list:
-    """Sizes (height, width) of every row's images, read from their headers; ConfigError naming the row whose images
-    cannot be read, or are not as many as its placeholders. What is damaged behind that costs its row when it is drawn.
-    first: the first row's number."""
-    sizes = []
-    for index, row in enumerate(rows, first):
-        where = f"{name}, row {index}"
-        try:
-            sources = image_sources(row)
-            if sources and not is_vision(processor):
-                raise PartError("it has images, and the model of --model_id takes none; choose one that does")
-            if len(sources) < len(column_images(row)):
-                raise PartError("the image parts of `prompt` bring their own images: those of its column are not shown")
-            sizes.append([upright_size(open_image(source)[0])[::-1] for source in sources])
-        except PartError as error:
-            raise ConfigError(f"{where}: {error}.") from error
-        except PictureError as error:
-            raise ConfigError(f"{where}: an image cannot be read: {error}") from error
-    return sizes
-
-
-def prompt_lengths(rows, name: str, processor, cfg: TrainConfig, first: int = 0) -> list[int]:
-    """Tokens of every prompt, its images counted by their sizes. Of text on the disk they are kept for the next start.
-    first: the first row's number."""
-    if isinstance(rows, Rows) and not is_vision(processor):
-        how = processor.backend_tokenizer.to_str() if getattr(processor, "is_fast", False) else vars(processor)
-        how = (how, processor.chat_template, cfg.chat_template_kwargs, cfg.system_prompt, cfg.allow_special_tokens)
-        how += (cfg.no_apply_chat_template, version("transformers"), file_of(prompt_ids))
-        return each(rows, lambda part, at: prompt_lengths(part, name, processor, cfg, at), "measuring prompts", *how)
-    sizes, lengths = check_images(rows, name, processor, first), []
-    for index, (row, shapes) in enumerate(zip(rows, sizes, strict=True), first):
-        try:
-            text = prompt_text(row, processor, cfg, len(shapes))
-            sent = len(tokenize(text, processor, adds_bos(text, processor, cfg)))
-            lengths.append(sent + added_by(processor, [scaled(shape, cfg) for shape in shapes]))
-        except PartError as error:
-            raise ConfigError(f"{name}, row {index}: {error}.") from error
-    return lengths
-
-
-def added_by(processor, shapes: list[tuple[int, int]]) -> int:
-    """Tokens that images of these sizes (height, width) have beyond one placeholder each."""
-    if not shapes:
-        return 0
-    try:
-        if (more := unsaid(processor, len(shapes))) is None:
-            return expanded_by(processor, shapes)
-        return said_of(processor, shapes) + more
-    except (ValueError, ArithmeticError) as error:  # such as a line of 100,000 pixels
-        raise PartError(f"the model's processor refuses images of {shapes} (height, width): {error}") from error
-
-
-def said_of(processor, shapes: list[tuple[int, int]]) -> int:
-    return sum(processor._get_num_multimodal_tokens(image_sizes=shapes).num_image_tokens) - len(shapes)
-
-
-def expanded_by(processor, shapes: list[tuple[int, int]]) -> int:
-    """By what the processor makes of blank images."""
-    text, blank = images_alone(processor, len(shapes)), [Image.new("RGB", shape[::-1]) for shape in shapes]
-    return len(expand(text, blank, processor, None, special=False)[0]) - len(tokenize(text, processor))
-
-
-@functools.lru_cache(maxsize=64)
-def unsaid(processor, count: int) -> int | None:
-    """Tokens around `count` images (Gemma's), or of what several become (LLaVA-OneVision's), that the processor leaves
-    out where it says how many there are; None if that is no constant number, or it says nothing (SmolVLM's)."""
-    if not hasattr(processor, "_get_num_multimodal_tokens"):
-        return None
-    tried = [[size] * count for size in ((224, 448), (448, 448))]
-    found = {expanded_by(processor, shapes) - said_of(processor, shapes) for shapes in tried}
-    return found.pop() if len(found) == 1 else None
