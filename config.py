@@ -89,7 +89,7 @@ class TrainConfig:
     no_apply_chat_template: bool = False  # string prompts go to the model as they are
     chat_template_kwargs: dict | None = None  # what the chat template is given, as '{"enable_thinking": false}'
     allow_special_tokens: bool = False  # text in prompts that reads like a special token becomes one; else plain text
-    max_prompt_length: int = 1024  # prompts with more tokens (of images, too) are left out, and counted
+    max_prompt_length: int = 1024  # rows with more tokens in their prompts are replaced when drawn, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
     min_pixels: int | None = None  # smaller images are scaled up to it
     domains: list[dict] = field(default_factory=list)  # data sets with settings of their own: BY_DOMAIN below

@@ -127,12 +127,11 @@ def load_rows(
     format_row: Callable[[dict], dict] | None = None,
     own_prompts: bool = True,
 ):
-    """All rows of a data set: a list of dicts, or Rows, which stay on disk. Files have no splits: held-out rows need a
-    file of their own.
+    """All rows of a data set, checked: a list of dicts; or Rows, which stay on disk, and of which the first and the
+    last are looked at. Files have no splits: held-out rows need a file of their own.
 
-    `format_row` makes a row from each one, before the check; of Rows whenever one is taken, so that of these only the
-    first and the last are known to be good. Without `own_prompts` a row may lack `prompt`: it is an empty one, for an
-    environment to complete.
+    `format_row` makes a row from each one, before the check; of Rows whenever one is taken. Without `own_prompts` a row
+    may lack `prompt`: it is an empty one, for an environment to complete.
     """
     rows = read_rows(dataset_id, config, split, seed)
     if len(rows) == 0:
@@ -141,15 +140,16 @@ def load_rows(
     def whole(row: dict) -> dict:
         check_dict(row)
         row = row if own_prompts or "prompt" in row else row | {"prompt": NO_PROMPT}
-        row = format_row(row) if format_row else row
-        check_row(row)
-        return row
+        return format_row(row) if format_row else row
 
     if isinstance(rows, list):
-        return [made(whole, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
-    checked = Rows(rows.table, lambda row: whole(rows.make(row)), rows.name)
-    checked[:LOOKED_AT], checked[len(rows) - 1]  # the last, as files are cut off at their end
-    return checked
+        looked_at = rows = [made(whole, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
+    else:
+        rows = Rows(rows.table, lambda row, make=rows.make: whole(make(row)), rows.name)
+        looked_at, _ = rows[:LOOKED_AT], rows[len(rows) - 1]  # the last, as files are cut off at their end
+    for number, row in enumerate(looked_at):
+        made(check_row, row, f"{dataset_id}, row {number}")
+    return rows
 
 
 def read_rows(dataset_id: str, config: str | None, split: str, seed: int):

@@ -401,9 +401,7 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     over = sum(length > cfg.max_prompt_length for length in lengths)
     if some and over == len(some):
         limit = f"--max_prompt_length={cfg.max_prompt_length}"
-        raise ConfigError(
-            f"{limit}: all prompts of {name} are longer, the shortest has {min(lengths)} tokens. Raise it."
-        )
+        raise ConfigError(f"{limit}: {name} have longer prompts, the shortest of {min(lengths)} tokens. Raise it.")
     if over:
         say_once(f"{name}: {over} of the first {len(some)} prompts are over --max_prompt_length; such are left out.")
     if forged and not cfg.no_apply_chat_template:  # prompts without one bring the tokens of their template along

@@ -324,10 +324,10 @@ class Collector:
 
 
 def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[list[int]]]:
-    """This rank's row numbers of a step; and with --dynamic_sampling, in --resample_rounds lists of as many, those that
-    may replace them."""
+    """This rank's row numbers of a step; and in a list of as many, with --dynamic_sampling in --resample_rounds lists,
+    those that may replace them."""
     first = list(sampler.next(step))
-    rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 0)
+    rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 1)
     return first, [sampler.extra(step, round, len(first)) for round in rounds]
 
 
@@ -335,16 +335,18 @@ async def sample_rows(
     rows: Sequence[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
 ) -> tuple[list[Sampled], dict]:
     """Completions of the rows `first`, sampled and scored, in this order; and counts by `rollouts.enough_groups`.
-    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) replaces silent groups by those of `further` rows. Nothing here talks
-    to other ranks: train_async.py runs it in the background."""
+    `further` rows take the place of those that cannot be shown to the model, as their prompts are too long, and with
+    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) of silent groups. Nothing here talks to other ranks: train_async.py
+    runs it in the background."""
     begun = time.perf_counter()
 
     async def sample(number: int) -> Sampled:
-        settings = settings_at(step, cfg.of(rows[number]))
+        row = rows[number]
+        settings = settings_at(step, cfg.of(row))
         calls = [settings]
         if "baselines" in needs(cfg):  # the score of a greedy completion
             calls.append(replace(settings, num_generations=1, temperature=0.0, purpose="baseline"))
-        given = rows[number], generator, reward_functions
+        given = row, generator, reward_functions
         results = await asyncio.gather(*(rollout(*given, call_cfg, versions) for call_cfg in calls))
         group, sampled_at = results[0]
         for trajectory in group:
@@ -352,10 +354,11 @@ async def sample_rows(
         if len(results) > 1:
             greedy_group, _ = results[1]
             rollouts.tell_baseline(group, greedy_group[0])
-        silent = cfg.dynamic_sampling and not has_signal(group, settings)
+        silent = rollouts.left_out(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
-    return await rollouts.enough_groups(sample, first, further, lambda number: cfg.of(rows[number]).domain, cfg)
+    domain_of = (lambda number: cfg.of(rows[number]).domain) if cfg.domains else lambda _: ""
+    return await rollouts.enough_groups(sample, first, further, domain_of, cfg)
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
@@ -419,7 +422,8 @@ def collect(rows: Sequence[dict], sampled: list[Sampled], counts: dict, cfg: Tra
     scored = max(one.scored_after for one in sampled)
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
-    counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else {}
+    replaced = {"rollout/rows_left_out": counts["resampled"]}
+    counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else replaced
     counts["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
     metrics = {"time/generate": generate, "time/score": scored - generate} | check_failed(groups, cfg, counts)
     groups, moved = balanced(kept)

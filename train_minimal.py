@@ -278,8 +278,9 @@ def train(cfg: Settings) -> None:
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
     tokenizer = load_processor(cfg.model_id)
     reward_functions = get_reward_functions(cfg)
-    rows, held_out = load_data(  # without rows whose prompts are too long
-        cfg, format_row=None, measure=lambda rows, source: [len(prompt_ids(row, tokenizer, cfg)) for row in rows]
+    rows, held_out = (  # as they are in the data set, without those whose prompts are too long
+        [row for row in part if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
+        for part in load_data(cfg, None)
     )
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     load_model = AutoModelForCausalLM.from_pretrained  # in eval mode: no dropout, like the generator

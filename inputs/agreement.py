@@ -3,6 +3,8 @@ transformers model and by the generator. Where packed rows differ, plain rows ar
 generator differs, the run stops."""
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 import utils
 from batch import Batch
 from config import TrainConfig
+from data import LOOKED_AT
 from inputs import prompts, vision
 from inputs.attention import take_packed_rows
 from inputs.model import evaluating, replaced
+from inputs.trajectory import TrajectoryError
 from inputs.vision import FOLLOWED_BY, Prompt
 
 TEXT = (
@@ -31,15 +35,18 @@ def text_ids(tokenizer, hf_model: nn.Module) -> list[int]:
 
 
 def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows) -> list[Prompt]:
-    """A text and, where rows have images, the first of these: a tower's outputs, and places on several axes, are known
-    to no text. generator: has the `tokenizer`."""
+    """A text and, where one of the first rows has images, its prompt: a tower's outputs, and places on several axes,
+    are known to no text. generator: has the `tokenizer`."""
     ids, sees = text_ids(generator.tokenizer, hf_model), prompts.is_vision(generator.tokenizer)
-    shown = next((row for row in rows if vision.image_sources(row)), None) if sees else None
     # Without token types PaliGemma takes all of a text for a prefix that sees itself in both directions.
     name, follows = FOLLOWED_BY.get(hf_model.config.model_type.replace("_", ""), (None, None))
     beside = {} if name is None else {name: torch.full((1, len(ids) + 1), follows)}
     text = Prompt(ids, ids, model_inputs=beside)
-    return [text] if shown is None else [text, vision.build_prompt(shown, generator, cfg.of(shown))]
+    for row in itertools.islice(rows, LOOKED_AT) if sees else ():
+        with contextlib.suppress(TrajectoryError):
+            if (prompt := vision.build_prompt(row, generator, cfg.of(row))).images:
+                return [text, prompt]
+    return [text]
 
 
 def batch_of(answered: list[tuple[Prompt, list[list[int]]]], device: torch.device) -> Batch:

@@ -94,7 +94,7 @@ class TrajectoryError(RuntimeError):
     `cause` is the same for all trajectories that failed for the same reason."""
 
     def __init__(self, cause: str, row: dict | None = None):
-        where = "" if row is None else f"\n  row with prompt {shorten(row['prompt'])}"
+        where = "" if row is None else f"\n  row with prompt {shorten(row.get('prompt'))}"
         super().__init__(cause + where)
         self.cause = cause
 

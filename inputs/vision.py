@@ -82,7 +82,7 @@ def build_prompt(
     may be the one to blame, TrajectoryError.
     """
     shown, kind = shown or row, TrajectoryError if cfg.env else RowError
-    asked = shown["prompt"], shown.get(SCHEMAS)
+    asked = shown.get("prompt"), shown.get(SCHEMAS)
     known, before, prompt = _RECENT.get(id(row), (None, None, None))
     if known is not row or before != asked:
         try:

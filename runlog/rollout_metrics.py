@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import utils
 from config import TrainConfig
-from inputs.trajectory import RowPictureError, Trajectory, calls_in, is_scored, stands_in
+from inputs.trajectory import RowError, Trajectory, calls_in, is_scored, stands_in
 from safety.calls import warn_once
 from safety.http import origin
 
@@ -162,12 +162,13 @@ _SILENT = [0]
 def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[str, float] | None = None) -> dict:
     """{"rollout/failed": how many of a step's trajectories failed} and the sums of `counts`, over all ranks, which all
     call it. Prints a traceback of each place in the code that fails; above --max_failed raises the commonest failure,
-    on every rank. Rows with a damaged image are named, and do not end a run that has others."""
+    on every rank. Rows that cannot be shown to the model are named, and do not end a run that has others."""
     mine = [t for group in groups for t in group]
     failures = [t.info["failure"] for t in mine if "failure" in t.info]
-    damaged = [t for t in mine if isinstance(t.info.get("failure"), RowPictureError)]
+    damaged = [t for t in mine if isinstance(t.info.get("failure"), RowError)]
     for t in damaged:
-        warn_once(f"row {t.info.get('row_number', '?')} of those in use is left out: {t.info['failure']}")
+        fault = t.info["failure"]
+        warn_once(f"row {t.info.get('row_number', '?')} of those in use is left out: {fault}", fault.cause)
     times, kinds = Counter(error.cause for error in failures), {e.cause: (type(e), str(e)) for e in failures}
     scored = [t for t in mine if "failure" not in t.info]
     late = sum(t.info.get("reward_timeouts", 0) >= max(len(t.info.get("rewards", ())), 1) for t in scored)
@@ -179,7 +180,7 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[
     check_scored(total, cfg)
     check_judge(total, cfg)
     failed = total["failed"]
-    excused = total["damaged"] * (failed < total["all"] or total["prompts"] == 1)  # not if no row's image is readable
+    excused = total["damaged"] * (failed < total["all"] or total["prompts"] == 1)  # not if no row is whole
     if failed - excused > cfg.max_failed * total["all"]:
         cause, most = sum((of_rank for _, of_rank, _ in everyone), Counter()).most_common(1)[0]
         kind, text = next(of_rank[cause] for *_, of_rank in everyone if cause in of_rank)
@@ -189,7 +190,7 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[
             f"--max_failed={cfg.max_failed:g} is the share that may fail before the run stops."
         ) from (ours and ours.__cause__)
     for error in failures:  # of a run that goes on; else the end of it shows them
-        if not isinstance(error, RowPictureError):
+        if not isinstance(error, RowError):
             frames = traceback.format_tb((error.__cause__ or error).__traceback__) or [error.cause]
             warn_once(f"a trajectory failed and is left out: {error}\n{''.join(frames)[-5000:]}", kind=frames[-1])
     return {"rollout/failed": failed} | {name: total[name] for name in counts or {}}

@@ -53,8 +53,9 @@ def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple
     rows, held_out, reward_functions, tools = [], [], {}, {}
     for domain in cfg.by_domain():
         with named(domain):
-            measure = partial(rollouts.measure, processor=processor, cfg=domain)
-            training, evaluated = data.load_data(domain, format_row, measure, cfg)
+            training, evaluated = data.load_data(domain, format_row, cfg)
+            for found, name in ((training, "training rows"), (evaluated, "held-out rows")):
+                rollouts.look_at(found, f"{domain.prefix}{name}", processor, domain)
             functions = get_reward_functions(domain, data.columns_of(training if len(training) else evaluated))
             if domain.has_teacher and not cfg.eval_only:
                 teachers.connect(domain, processor, training)

@@ -53,14 +53,13 @@ def pieces(ids: list[int], processor) -> list[str]:
 
 def of_rows(rows: list[dict], held_out: list[dict], given, cfg, processor) -> dict:
     """How many rows there are, and the one that was asked for: its columns and its prompt's tokens."""
-    from rollouts import measure
+    from rollouts import look_at
 
     if not 0 <= given.row < len(rows):
         raise ConfigError(f"--row {given.row}: there are {len(rows)} rows, from 0 on")
     row = dict(rows[given.row])
     own = cfg.of(row)
-    some = [rows[n] for n in range(min(len(rows), 1000))]
-    lengths = sorted(measure(some, "rows", processor, own))
+    lengths = sorted(look_at(rows, "rows", processor, own))
     return {
         "rows": len(rows),
         "held_out": len(held_out),

@@ -49,7 +49,7 @@ from envs.adapters import put_away
 from inputs.processor import load_processor, with_template_kwargs
 from inputs.trajectory import Completion
 from inputs.vision import rope_index_of
-from rollouts import measure, play
+from rollouts import look_at, play
 from runlog import checkpoints
 
 
@@ -110,7 +110,8 @@ def main(cfg: WarmConfig) -> None:
     function = load_function(cfg.demonstrations)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)
     cfg = formats.settled(cfg, processor)
-    rows, _ = data.load_data(cfg, script.format_row, lambda rows, name: measure(rows, name, processor, cfg))
+    rows, _ = data.load_data(cfg, script.format_row)
+    look_at(rows, "rows", processor, cfg)
     _, _, device = utils.init_distributed(cfg.dist_timeout)
     cfg = utils.computable(cfg, device)
     policy, inner = script.load_policy(cfg, device)

@@ -1,5 +1,6 @@
 """Rows from every source, bad rows by name, prompts to token ids, and the prompt order's promises."""
 
+import asyncio
 import itertools
 import json
 import random
@@ -13,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rollouts
 from config import ConfigError, TrainConfig
-from data import Rows, each, filter_overlong, load_data, load_rows
+from data import load_data, load_rows
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids
-from inputs.vision import prompt_lengths
-from train_grpo import PromptSampler
+from inputs.trajectory import Completion, RowError
+from train_grpo import PromptSampler, draw, sample_rows
 
 pytestmark = pytest.mark.quick
 
@@ -101,9 +102,9 @@ def test_splits(sources):
     assert "test" in (said := refused(sources["saved"], split="tset")) and "train" in said
     cfg = TrainConfig(dataset_id=sources["jsonl"], eval_steps=5)
     with pytest.raises(ConfigError, match="has no splits.*--eval_dataset_id"):
-        load_data(cfg, dict, lambda rows, name: [1] * len(rows))
+        load_data(cfg, dict)
     held_out = TrainConfig(dataset_id=sources["jsonl"], eval_steps=5, eval_dataset_id=sources["csv"])
-    train, eval_rows = load_data(held_out, dict, lambda rows, name: [1] * len(rows))
+    train, eval_rows = load_data(held_out, dict)
     assert [*train] == ROWS == [*eval_rows]
 
 
@@ -145,7 +146,7 @@ def test_rows_of_an_environment_that_are_one_object_are_several_games(tmp_path):
     text = "ROW = {'prompt': 'Play.'}\n\n\ndef rows(split, seed):\n    return [ROW] * 6 + [ROW | {'seed': 3}]\n"
     (tmp_path / "games.py").write_text(text, encoding="utf-8")
     cfg = TrainConfig(env="frozenlake", dataset_id=f"{tmp_path}/games.py:rows")
-    rows, _ = load_data(cfg, lambda row: row, lambda rows, name: [1] * len(rows))
+    rows, _ = load_data(cfg, lambda row: row)
     assert len({row["seed"] for row in rows}) == 7 and rows[6]["seed"] == 3
 
 
@@ -211,59 +212,54 @@ def test_template_mistakes_name_the_flag(tokenizer):
         prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())
 
 
-def test_a_prompt_of_exactly_the_limit_stays():
-    rows = [{"prompt": text} for text in "abc"]
-    assert filter_overlong(rows, [9, 10, 11], 10) == (rows[:2], 1)
-
-
-@pytest.mark.parametrize("tools", [[], ["calculator"]])
-@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
-def test_exactly_the_prompts_that_do_not_fit_are_left_out(tmp_path, kind, tools):
-    """Counted by a tokenizer called by hand, at the length of one of the rows, so that off by one shows; rows on disk
-    stay there."""
+@pytest.fixture
+def asked(tmp_path):
+    """120 rows on disk, their number as the answer; and the tokens of each prompt, by a tokenizer called by hand."""
     rng = random.Random(0)
-    asked = [f"{n} " + "please think about these wörter " * rng.randrange(40) for n in range(120)]
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": str(n)} for n, text in enumerate(asked)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    texts = [f"{n} " + "please think about these wörter " * rng.randrange(40) for n in range(120)]
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": str(n)} for n, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    datasets.Dataset.from_list(rows).to_parquet(f"{tmp_path}/rows.parquet")
-    processor = load_processor("models/tiny")
-    # Tools are told within the prompt: the rows left out with them are found by what they add, the same for each.
     plain = AutoTokenizer.from_pretrained("models/tiny")
     counts = [len(plain.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) for row in rows]
-    cfg = TrainConfig(dataset_id=f"{tmp_path}/rows.{kind}", max_prompt_length=4000, tools=tools)
-    added = {found - count for found, count in zip(rollouts.measure(rows, "rows", processor, cfg), counts, strict=True)}
-    assert added == {0} if not tools else len(added) == 1 and min(added) > 20
-    limit = sorted(counts)[60]
-    cfg.max_prompt_length = limit + added.pop()
-    kept, _ = load_data(cfg, lambda row: row, lambda rows, name: rollouts.measure(rows, name, processor, cfg))
-    assert isinstance(kept, list if kind == "json" else Rows)
-    assert [row["answer"] for row in kept] == [str(n) for n, count in enumerate(counts) if count <= limit]
+    return load_rows(f"{tmp_path}/rows.jsonl"), counts
 
 
-def test_a_bound_by_bytes_that_does_not_hold_is_not_used(tmp_path, tokenizer):
-    """Of a template that writes each text twice."""
-    rows = [{"prompt": " ".join("a" * n)} for n in (2, 30, 2)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    tokenizer.chat_template = "{% for m in messages %}" + "{{ m.content }} : " * 4 + "{% endfor %}"
-    lengths = prompt_lengths(load_rows(f"{tmp_path}/rows.jsonl"), "rows", tokenizer, TrainConfig(max_prompt_length=100))
-    assert lengths == prompt_lengths(rows, "rows", tokenizer, TrainConfig())
+class Sampler:
+    """One token for every prompt."""
+
+    tokenizer, rope_index = load_processor("models/tiny"), None
+
+    async def generate(self, prompt_ids, *, n, **options):
+        return [Completion([2], [0.0], "stop", 0, prompt_ids)] * n
 
 
-def test_what_was_found_of_rows_on_disk_is_kept_until_they_or_the_code_change(tmp_path):
-    file, looked = tmp_path / "rows.jsonl", []
+def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, monkeypatch):
+    """When they are drawn; the limit is the length of one of the rows, so that off by one shows."""
+    rows, counts = asked
+    limit, sampler = sorted(counts)[60], PromptSampler(120, 40, seed=0)
+    cfg = TrainConfig(max_prompt_length=limit, num_generations=2, reward_funcs=["length"])
+    first, (further,) = draw(sampler, 0, cfg)
+    functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
+    sampled = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
+    fit = [n for n in first + further if counts[n] <= limit][:40]
+    assert first != fit and [group[0].row["answer"] for group, _, _ in sampled[: len(fit)]] == [*map(str, fit)]
+    assert [len(group[0].prompt_ids) for group, _, _ in sampled[: len(fit)]] == [counts[n] for n in fit]
+    assert all(isinstance(t.info["failure"], RowError) for group, _, _ in sampled[len(fit) :] for t in group)
 
-    def look(part: list[dict], first: int) -> list[int]:
-        looked.append(first)
-        return [len(row["prompt"]) for row in part]
 
-    for texts, what, again in ((("ab", "c"), 1, 1), (("ab", "c"), 1, 0), (("ab", "c"), 2, 1), (("abc", "c"), 2, 1)):
-        lines = "\n".join(json.dumps({"prompt": text}) for text in texts)
-        if not file.exists() or file.read_text(encoding="utf-8") != lines:
-            file.write_text(lines, encoding="utf-8")
-        looked.clear()
-        assert each(load_rows(str(file)), look, "looking", what, str(tmp_path)) == [*map(len, texts)]
-        assert len(looked) == again
+def test_the_first_prompts_are_counted_before_anything_starts(asked, capsys):
+    """With what tools add to them, the same for each."""
+    rows, counts = asked
+    cfg = TrainConfig(max_prompt_length=sorted(counts[:100])[60])
+    assert rollouts.look_at(rows, "mine", Sampler.tokenizer, cfg) == counts[:100]
+    over = sum(count > cfg.max_prompt_length for count in counts[:100])
+    assert f"mine: {over} of the first 100 prompts are over --max_prompt_length" in capsys.readouterr().out
+    with_tools = TrainConfig(max_prompt_length=4000, tools=["calculator"])
+    more = rollouts.look_at(rows, "mine", Sampler.tokenizer, with_tools)
+    (added,) = {with_it - without for with_it, without in zip(more, counts[:100], strict=True)}
+    assert added > 20
+    with pytest.raises(ConfigError, match=rf"mine have longer prompts, the shortest of {min(counts[:100])} tokens"):
+        rollouts.look_at(rows, "mine", Sampler.tokenizer, TrainConfig(max_prompt_length=5))
 
 
 # ---- prompt order ---------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def config(tmp_path, *entries, flags: str = "", **beside) -> TrainConfig:
 
 def load(cfg) -> list[list[dict]]:
     """Training and held-out rows of all domains."""
-    parts = [load_data(own, dict, lambda rows, name: [1] * len(rows), cfg) for own in cfg.by_domain()]
+    parts = [load_data(own, dict, cfg) for own in cfg.by_domain()]
     return [sum(found, []) for found in zip(*parts, strict=True)]
 
 

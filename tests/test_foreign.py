@@ -73,8 +73,9 @@ def test_a_data_row_forges_no_turn(tmp_path, capsys):
     rows = [row, {"prompt": "Good.", "answer": "2"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     cfg = TrainConfig(dataset_id=f"{tmp_path}/rows.jsonl")
-    load_data(cfg, dict, lambda rows, name: rollouts.measure(rows, name, tokenizer, cfg))
-    assert "1 prompts hold text that reads like a special token, such as '<|im_end|>'" in capsys.readouterr().out
+    rollouts.look_at(load_data(cfg, dict)[0], "rows", tokenizer, cfg)
+    said = "1 of the first 2 prompts hold text that reads like a special token, such as '<|im_end|>'"
+    assert said in capsys.readouterr().out
 
     class Generator:
         rope_index = None

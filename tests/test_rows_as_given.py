@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from config import ConfigError, TrainConfig, load_function
 from data import load_rows
 from inputs.prompts import prompt_ids
-from inputs.vision import prompt_lengths
+from rollouts import look_at
 
 pytestmark = pytest.mark.quick
 calls = load_function("recipes/function_calling.py:calls")
@@ -118,7 +118,7 @@ def test_a_prompt_that_the_template_refuses_is_named():
     rows = [{"prompt": "Hi"}, {"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}]
     rows[1]["prompt"][1] = {"role": "assistant", "content": "b"}
     with pytest.raises(ConfigError, match="rows, row 1: the chat template refuses this prompt: only users here"):
-        prompt_lengths(rows, "rows", tokenizer_of(refusing), TrainConfig())
+        look_at(rows, "rows", tokenizer_of(refusing), TrainConfig())
 
 
 TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% if loud %}LOUD {% endif %}"
@@ -131,7 +131,7 @@ def test_tools_and_settings_of_the_template_in_a_row_are_used(form):
     plain = {"prompt": "Hi"}
     row = plain | {"tools": form([SCHEMA]), "chat_template_kwargs": form({"loud": True})}
     assert text_of(row, tokenizer) == "[weather]LOUD " + text_of(plain, tokenizer)
-    lengths = prompt_lengths(datasets.Dataset.from_list([row]), "rows", tokenizer, TrainConfig())
+    lengths = look_at([row], "rows", tokenizer, TrainConfig())
     assert lengths == [len(prompt_ids(row, tokenizer, TrainConfig()))]
     with pytest.raises(ConfigError, match="row 0: .*no thinking; it reads loud"):
-        prompt_lengths([plain | {"chat_template_kwargs": {"thinking": 1}}], "rows", tokenizer, TrainConfig())
+        look_at([plain | {"chat_template_kwargs": {"thinking": 1}}], "rows", tokenizer, TrainConfig())

@@ -17,7 +17,7 @@ from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
 from inputs.prompts import render
 from inputs.trajectory import Completion
-from rollouts import TrajectoryError, check_rollout, measure, play, trajectory_fault
+from rollouts import TrajectoryError, check_rollout, look_at, play, trajectory_fault
 
 pytestmark = pytest.mark.quick
 
@@ -282,18 +282,20 @@ def test_answers_reach_whom_they_are_for_and_rewards_their_turns():
 
 
 def test_a_prompt_that_its_tools_make_too_long(tmp_path):
-    """Left out before training begins; one that its environment makes too long is known when it is played."""
+    """Is left out when it is played; what is wrong with the tools of a row is said at the start."""
     tokenizer, cfg = tokenizer_of("qwen2_5"), config(max_prompt_length=50)
-    with pytest.raises(TrajectoryError, match="(?s)with what its environment adds the prompt has .*'What now\\?'"):
+    with pytest.raises(
+        TrajectoryError, match="(?s)its environment adds, is over --max_prompt_length=50.*'What now\\?'"
+    ):
         asyncio.run(play({"prompt": "What now?"}, 0, tool_environment(cfg), Scripted(tokenizer, TURNS), cfg))
     rows = [{"prompt": "What now?", "tools": []}, {"prompt": "What now?", "tools": ["calculator"]}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     cfg = config(dataset_id=f"{tmp_path}/rows.jsonl", tools=["calculator"], max_prompt_length=50)
-    kept, _ = load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
-    assert [row["tools"] for row in kept] == [[]]
+    short, long = look_at(load_data(cfg, dict)[0], "rows", tokenizer, cfg)
+    assert short <= 50 < long
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0] | {"tools": ["calculate"]}), encoding="utf-8")
     with pytest.raises(ConfigError, match="Did you mean 'calculator'"):
-        load_data(cfg, dict, lambda rows, name: measure(rows, name, tokenizer, cfg))
+        look_at(load_data(cfg, dict)[0], "rows", tokenizer, cfg)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from config import ConfigError, TrainConfig
 from envs import Environment, agents
 from inputs import agreement, pictures, prompts, vision
 from inputs.processor import load_processor
-from rollouts import play, sampling_options, single_turn
+from rollouts import look_at, play, sampling_options, single_turn
 from runlog import checkpoints
 from runlog.reading import read_metrics
 from vllm_client import encode_image
@@ -390,8 +390,8 @@ def test_photographs_are_turned_upright_and_sent_so():
 )
 def test_a_bad_image_names_its_row(image, message):
     rows = [{"prompt": "What?", "image": picture(0)}, {"prompt": "What?", "image": image}]
-    with pytest.raises(ConfigError, match=f"rows.jsonl, row 1: an image cannot be read.*{message}"):
-        vision.check_images(rows, "rows.jsonl", SimpleNamespace(image_processor=None))
+    with pytest.raises(ConfigError, match=f"rows.jsonl, row 1: image 0 of a row cannot be read.*{message}"):
+        look_at(rows, "rows.jsonl", tiny_vlms.processor_of("idefics3"), TrainConfig())
 
 
 def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
@@ -408,7 +408,7 @@ def test_every_form_of_an_image_in_a_prompt_is_the_column(tmp_path):
         {"type": "image", "path": str(tmp_path / "a.png"), "url": None},
     ):
         row = {"prompt": [{"role": "user", "content": [part, ask]}]}
-        (length,) = vision.prompt_lengths([row], "rows", processor, TrainConfig())
+        (length,) = look_at([row], "rows", processor, TrainConfig())
         prompt = vision.vision_prompt(row, processor, None, TrainConfig())
         assert prompt.token_ids == wanted.token_ids and length == len(prompt.token_ids)
         assert all(torch.equal(prompt.model_inputs[k], v) for k, v in wanted.model_inputs.items())
