@@ -17,7 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean
 
 from config import ConfigError, TrainConfig, known_name, shorten
@@ -25,14 +25,12 @@ from data import LOOKED_AT, has_column
 from envs import ToolEnvironment, adapters
 from envs.adapters import put_away, take_environment
 from envs.base import call_environment, checked_step, reset, state_of
-from envs.formats import outside_thinking
 from envs.playing import main
 from inputs.parts import PartError
 from inputs.pictures import PictureError
 from inputs.prompts import (
     SCHEMAS,
     begun_in,
-    drops_thinking,
     own_kwargs,
     own_schemas,
     prompt_messages,
@@ -45,7 +43,6 @@ from inputs.trajectory import (
     Trajectory,
     TrajectoryError,
     calls_in,
-    end_to_end,
     failed_trajectory,
     joined,
     known_scores,
@@ -169,6 +166,8 @@ def check_rollout(cfg: TrainConfig) -> None:
         from envs.agents import check_agent
 
         check_agent(cfg)
+    if cfg.on_rewrite and not cfg.agent and not cfg.domain:
+        raise ConfigError("--on_rewrite is for an --agent; with an environment the model goes on behind what it said.")
     if cfg.on_rewrite == "fork" and (cfg.teacher_urls or cfg.teacher_prompt):
         raise ConfigError("--on_rewrite fork: a teacher's server is told of one row; use --on_rewrite append.")
     if cfg.rollout == "multi_turn":
@@ -208,43 +207,42 @@ def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> 
     return [replace(cfg, num_generations=1)] * cfg.num_generations
 
 
-async def agent(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
-    """Programs of others, which ask the model by OpenAI's API (envs/agents.py): as many at once as --agent_concurrency
-    says. One that fails is returned as `failed_trajectory`."""
-    from envs import agents  # here: a run without has no server for them
+async def each_alone(play_one: Callable, rows: list[dict], cfg: TrainConfig) -> list[Trajectory]:
+    """What the coroutine play_one(row, group) makes of each trajectory of the rows: every one is a task of its own and
+    waits for no other. One that fails is returned as `failed_trajectory`."""
 
     async def one(row: dict, group: int) -> Trajectory:
         try:
-            return await agents.play(row, group, generator, cfg, sampling_options(cfg))
+            return await play_one(row, group)
         except TrajectoryError as error:
             return failed_trajectory(row, group, error)
 
     played = (one(row, group) for group, row in enumerate(rows) for _ in range(cfg.num_generations))
     return list(await asyncio.gather(*played))
+
+
+async def agent(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
+    """Programs of others, which ask the model by OpenAI's API (envs/agents.py): as many at once as --agent_concurrency
+    says."""
+    from envs import agents  # here: a run without has no server for them
+
+    return await each_alone(lambda row, n: agents.play(row, n, generator, cfg, sampling_options(cfg)), rows, cfg)
 
 
 async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
-    """Model and environment (or tools) by turns. Every trajectory is a task of its own and waits for no other.
-
-    One whose environment fails is returned as `failed_trajectory`.
-    """
+    """Model and environment (or tools) by turns."""
     make = adapters.environment_maker(cfg)
 
     async def one(row: dict, group: int) -> Trajectory:
-        environment, reusable = None, False
+        environment, reusable = await take_environment(make, row, cfg), False
         try:
-            environment = await take_environment(make, row, cfg)
             trajectory = await play(row, group, environment, generator, cfg)
             reusable = True
             return trajectory
-        except TrajectoryError as error:
-            return failed_trajectory(row, group, error)
         finally:
-            if environment is not None:
-                await put_away(environment, reusable, cfg)
+            await put_away(environment, reusable, cfg)
 
-    played = (one(row, group) for group, row in enumerate(rows) for _ in range(cfg.num_generations))
-    return list(await asyncio.gather(*played))
+    return await each_alone(one, rows, cfg)
 
 
 # ---- one call of a rollout, and what came back -----------------------------------------------------------------------
@@ -310,36 +308,31 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
     return trajectories
 
 
-def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> tuple[str, str] | None:
-    """What is wrong with a trajectory, and the remedy; None if it can be trained on."""
+def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> str | None:
+    """What is wrong with a trajectory; None if it can be trained on."""
     for name in ("prompt_ids", "token_ids", "loss_mask", "logprobs", "token_rewards"):
         if not isinstance(given := getattr(t, name), list):
-            return f"{name} is a {type(given).__name__}", f"Give lists of plain numbers, such as {name}.tolist()."
-    ids, size = t.prompt_ids + t.token_ids, getattr(generator, "vocab_size", None) or math.inf
+            return f"{name} is a {type(given).__name__}; give lists of plain numbers, such as {name}.tolist()"
+    sampled = [place for place, mask in enumerate(t.loss_mask) if mask]
     # Placeholders of images may lie beyond the vocabulary; they are never sampled.
-    words = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask] if t.images else ids
-    if min(ids) < 0 or max(words, default=0) >= size:
-        return f"token ids go from {min(ids)} to {max(ids)}", f"The model's go from 0 to {size - 1}."
-    restarts = t.info.get("restarts")
-    if restarts is not None and not all(a < b for a, b in pairwise([0, *restarts, len(t.token_ids)])):
-        remedy = "Give places in token_ids, in their order, at which the model's context begins anew."
-        return f'info["restarts"] is {shorten(restarts)} for {len(t.token_ids)} tokens', remedy
-    limit, longest = cfg.max_completion_length, len(t.token_ids)
+    ids = [t.token_ids[place] for place in sampled] if t.images else t.prompt_ids + t.token_ids
+    size = getattr(generator, "vocab_size", None) or math.inf
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        return f"token ids go from {min(ids)} to {max(ids)}, and the model's from 0 to {size - 1}"
+    restarts, longest, limit = t.info.get("restarts"), len(t.token_ids), cfg.max_completion_length
     if restarts is not None:  # contexts that an agent made: each of its rows fits the window
-        limit = limit + cfg.max_prompt_length
-        longest = max(b - a for a, b in pairwise([-len(t.prompt_ids), *restarts, len(t.token_ids)]))
+        bounds, limit = [-len(t.prompt_ids), *restarts, longest], limit + cfg.max_prompt_length
+        if not all(a < b for a, b in pairwise([0, *bounds[1:]])):
+            return f'info["restarts"], {restarts}, are no places in its {longest} token_ids, in their order'
+        longest = max(b - a for a, b in pairwise(bounds))
     if longest > limit:
-        remedy = "End it before, with finish_reason 'length', or raise the flag, and the server's --max-model-len."
-        return f"{longest} tokens are over --max_completion_length ({limit})", remedy
+        return f"{longest} tokens are over --max_completion_length ({limit}): end it before, as one of 'length'"
     if not {*t.loss_mask} <= {0, 1}:
-        return f"loss_mask has {shorten(sorted({*t.loss_mask}))}", "1 where the policy sampled the token, else 0."
-    wrong = [p for p, mask in zip(t.logprobs, t.loss_mask, strict=True) if mask and not -math.inf < p <= ABOVE_ZERO]
-    if wrong:
-        remedy = "Give the log-probabilities of Completion.logprobs, finite and at most 0, for all sampled tokens."
-        return f"logprobs have {wrong[0]:g} for a sampled token", remedy
+        return "loss_mask has something else than 1, where the policy sampled the token, and 0"
+    if wrong := [t.logprobs[place] for place in sampled if not -math.inf < t.logprobs[place] <= ABOVE_ZERO]:
+        return f"logprobs have {wrong[0]:g} for a sampled token; give Completion.logprobs, finite and at most 0"
     if wrong := [reward for reward in t.token_rewards if not abs(reward) <= LARGEST]:
-        remedy = f"Rewards are finite, from -{LARGEST:g} to {LARGEST:g}."
-        return f"token_rewards have {wrong[0]:g}", remedy
+        return f"token_rewards have {wrong[0]:g}; rewards are finite, from -{LARGEST:g} to {LARGEST:g}"
     return None
 
 
@@ -361,7 +354,7 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     for index, t in enumerate(returned):
         if "failure" not in t.info:
             if fault := trajectory_fault(t, generator, cfg):
-                raise refuse(f"returned trajectory {index} whose {fault[0]}", fault[1])
+                raise refuse(f"returned trajectory {index} whose {fault}", "")
             logprobs = [float(p) if m else 0.0 for p, m in zip(t.logprobs, t.loss_mask, strict=True)]
             t = replace(t, token_rewards=list(t.token_rewards), logprobs=logprobs, info=dict(t.info))
             if "completion" not in t.info:
@@ -441,18 +434,17 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     processor = generator.tokenizer
     messages = await reset(environment, row, cfg, processor)
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
-    given = own_kwargs(row)
-    observe, drops = functools.partial(observed, **given), functools.partial(drops_thinking, **given)
+    observe = functools.partial(observed, **own_kwargs(row))
     prompt = so_far = build_prompt(row, generator, cfg, shown)
-    turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], [None], [], "stop"
-    rows, limit, thinks = [], len(prompt.token_ids) + cfg.max_completion_length, False  # rows that ended; of the next
+    turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], None, [], "stop"
+    limit = len(prompt.token_ids) + cfg.max_completion_length
     home: dict = {}  # the server that has the turns so far
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
         opened = begun_in(so_far.token_ids, processor, cfg)
         sample = await sample_turn(so_far, limit - len(so_far.token_ids), generator, cfg, home)
-        experts[-1] = joined(experts[-1], sample)
+        experts = joined(experts, sample)
         turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
         spans += spans_of(sample, len(mask))
         so_far = continued(so_far, sample.token_ids)
@@ -468,36 +460,21 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         if done or number + 1 == cfg.max_turns:
             break
         state = await state_of(environment, row, cfg)
-        thinks = thinks or outside_thinking(opened + turn["text"]) != opened + turn["text"]
-        forks = thinks and cfg.on_rewrite == "fork" and shown_to_model(drops, row, answers, processor, schemas)
-        if forks:  # what the template makes of it all is another context, and a row of its own
-            whole = shown | {"prompt": [*shown["prompt"], *said_in(turns), *answers]}
-            answered = build_prompt(row, generator, cfg, whole, math.inf)
-            added, room = len(answered.token_ids), cfg.max_prompt_length + cfg.max_completion_length
-        else:
-            answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
-            added, room = len(answered.token_ids) - len(so_far.token_ids), limit
-        if len(answered.token_ids) >= room:
+        answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
+        added = len(answered.token_ids) - len(so_far.token_ids)
+        if len(answered.token_ids) >= limit:
             finish = "length"
             break
-        if forks:
-            rows, experts = [*rows, so_far], [*experts, None]
-        turn["observation"], limit = answers, room
+        turn["observation"] = answers
         so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
         states += [None] * added
     info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"], "spans": spans}
     info |= await judged(environment, turns, row, cfg)
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
-    first, *others = [*rows, so_far]
-    seen = first if len(first.images) > len(prompt.images) else prompt
-    token_ids = sum((other.token_ids for other in others), first.token_ids[len(prompt.token_ids) :])
+    seen = so_far if len(so_far.images) > len(prompt.images) else prompt
     info |= {"messages": sum(map(messages_of, turns), []), "model_inputs": seen.model_inputs}
     sent = so_far.sent_ids[len(prompt.sent_ids) :]  # for a teacher: as a server takes them
-    info |= {"routed_experts": end_to_end(experts), "sent": (prompt.sent_ids, sent, len(prompt.images))}
-    if rows:
-        lengths = accumulate((len(other.token_ids) for other in others[:-1]), initial=len(first.token_ids))
-        info["restarts"] = [length - len(prompt.token_ids) for length in lengths]
-        info["restart_inputs"] = [other.model_inputs for other in others]
+    info |= {"routed_experts": experts, "sent": (prompt.sent_ids, sent, len(prompt.images))}
     if any(state is not None for state in states):
         info["states"] = states
     if cfg.env:  # rewards may ask for it, as TRL's do for `environments`
@@ -506,7 +483,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         row=row,
         group=group,
         prompt_ids=prompt.token_ids,
-        token_ids=token_ids,
+        token_ids=so_far.token_ids[len(prompt.token_ids) :],
         loss_mask=mask,
         logprobs=logprobs,
         token_rewards=[0.0] * len(mask),
@@ -548,15 +525,6 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
     metrics = await call_environment(environment, "metrics", row, cfg)
     turns[-1]["reward"] += score or 0.0
     return {"metrics": metrics, "unscored": score is None and not any(turn["reward"] for turn in turns)}
-
-
-def said_in(turns: list[dict]) -> list[dict]:
-    """Turns as a chat template is given them again: the calls are in their text."""
-    said: list[dict] = []
-    for turn in turns:
-        answer = {"role": "assistant", "content": turn.get("begun", "") + turn["text"]}
-        said += [answer, *(turn["observation"] or ())]
-    return said
 
 
 def messages_of(turn: dict) -> list[dict]:

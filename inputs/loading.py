@@ -1,7 +1,6 @@
 """How a model of transformers is loaded: whole, as plain weights or in 4 bits; and how it gets adapters."""
 
 import copy
-import inspect
 import logging
 import re
 from importlib.util import find_spec
@@ -39,8 +38,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
             model = auto.from_config(config, **how)
             mark_4_bits(model, cfg)
         else:
-            model = load_whole(auto, cfg.model_id, config, quantised, cfg.load_in, body, **how, **in_4_bits(cfg))
-            check_finite(model, cfg.model_id)
+            model = load_whole(auto, config, quantised, cfg, body, **how)
             set_up_4_bits(model, cfg)
     leave_nothing_out(model, cfg.attn_implementation)
     model.own_config = own  # which checkpoints say
@@ -89,51 +87,34 @@ def taken_out(config) -> dict | None:
     return next(filter(None, found), None)
 
 
-def load_plain(auto, model_id: str, given: dict, load_in: str | None, config, **how) -> tuple:
-    """`auto.from_pretrained` of a model that is published quantised, with plain weights where transformers makes them;
-    bitsandbytes' 4 bits with --load_in 4bit stay. given: what `taken_out` took out of its config. ConfigError where it
-    is neither."""
+def as_published(given: dict, cfg: TrainConfig) -> dict:
+    """Arguments for `from_pretrained` of a model that is published quantised: FP8 and MXFP4 become plain weights, 4
+    bits of bitsandbytes stay as they are with --load_in 4bit. ConfigError for others. given: by `taken_out`."""
     method, in_4_bits = given.get("quant_method", "bitsandbytes"), given.get("load_in_4bit")
-    with torch.device("meta"):
-        plain = {name for name, _ in auto.from_config(config).named_parameters()}
-    config.quantization_config = given
-    if in_4_bits and load_in:
-        return auto.from_pretrained(model_id, config=config, **how | {"quantization_config": None})
-    adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(in_4_bits)
-    refused = (
-        f"--model_id={model_id} is quantised ({method}), from which no weights are made here that could be trained"
-    )
-    refused = ConfigError(f"{refused}. Give the model that it was made from{adapters}.")
-    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-    if load_in or kind is None or "dequantize" not in inspect.signature(kind).parameters:
-        raise refused
-    try:
-        model, found = auto.from_pretrained(
-            model_id, config=config, **how | {"quantization_config": kind(dequantize=True)}
+    if in_4_bits and cfg.load_in:
+        return {"quantization_config": None}
+    if cfg.load_in or method not in ("fp8", "mxfp4"):
+        adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(in_4_bits)
+        raise ConfigError(
+            f"--model_id={cfg.model_id} is quantised ({method}), from which no weights are made here that could be "
+            f"trained. Give the model that it was made from{adapters}."
         )
-    except (ImportError, ValueError) as error:  # of the package that would do it
-        raise refused from error
-    if {name for name, _ in model.named_parameters()} != plain:  # scales are left, as compressed-tensors does
-        raise refused
-    model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
-    say_once(f"{model_id} is published quantised ({method}): it is trained, and saved, as plain weights.")
-    return model, found
+    say_once(f"{cfg.model_id} is published quantised ({method}): it is trained, and saved, as plain weights.")
+    return {"quantization_config": AUTO_QUANTIZATION_CONFIG_MAPPING[method](dequantize=True)}
 
 
-def load_whole(auto, model_id: str, config=None, given=None, load_in=None, body=False, **how):
-    """auto.from_pretrained(model_id, config=config, **how), of plain weights.
-
-    given: what `taken_out` took out of the config. ConfigError naming weights that the folder lacks: they would be
-    random, and others on each rank. body: the output layer, which a critic does not read, may be missing.
-    """
-    config, how = config or load_config(model_id), how | {"output_loading_info": True}
-    given = given or taken_out(config)
-    with loading(model_id):
-        if given:
-            model, found = load_plain(auto, model_id, given, load_in, config, **how)
-        else:
-            model, found = auto.from_pretrained(model_id, config=config, **how)
-    check_missing(model, found, model_id, body)
+def load_whole(auto, config, given: dict | None, cfg: TrainConfig, body: bool, **how) -> nn.Module:
+    """The model of --model_id. ConfigError naming weights that its files lack: they would be random, and others on each
+    rank. body: the output layer, which a critic does not read, may be missing."""
+    how |= in_4_bits(cfg)
+    if given:
+        config.quantization_config = given
+        how |= as_published(given, cfg)
+    with loading(cfg.model_id):
+        model, found = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **how)
+    if given and not cfg.load_in:
+        model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
+    check_missing(model, found, cfg.model_id, body)
     return model
 
 
@@ -147,28 +128,6 @@ def check_missing(model, found: dict, model_id: str, body=False, flag: str = "--
         raise ConfigError(
             f"{flag}={model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "
             "would be random. Give a whole model of this kind, or copy the folder again."
-        )
-
-
-@torch.no_grad()
-def not_finite(module: torch.nn.Module) -> list[str]:
-    """Names of this rank's parameters, or shards of them, that hold nan, infinity or numbers beyond 1e19.
-
-    By their norms: a tenth of the time of isfinite(), which makes a copy (0.05 s for 135 M parameters on two cores).
-    """
-    own = {name: p for name, p in module.named_parameters() if p.is_floating_point()}  # not what is in 4 bits
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in own.values()]
-    kinds = [torch.float32 if p.dtype.itemsize < 4 else None for p in local]
-    norms = [torch.linalg.vector_norm(p, dtype=kind).float() for p, kind in zip(local, kinds, strict=True)]
-    return [name for name, good in zip(own, torch.stack(norms).isfinite().tolist(), strict=True) if not good]
-
-
-def check_finite(model: torch.nn.Module, model_id: str) -> None:
-    """ConfigError for weights that came as nan or infinity: what is sampled from them would be blamed instead."""
-    if bad := not_finite(model):
-        raise ConfigError(
-            f"--model_id={model_id}: {len(bad)} of its weights hold nan, infinity or numbers beyond 1e19, first "
-            f"{bad[0]}. Its training failed, or the file is damaged: take an earlier checkpoint, or download it again."
         )
 
 

@@ -215,7 +215,7 @@ def shared(t):
     [
         (lambda t: None, "returned None, a NoneType. Return a list of Trajectory"),
         (lambda t: [replace(t, logprobs=[float("nan")] * 3), *shared(t)[1:]], "logprobs have nan for a sampled token"),
-        (lambda t: [*shared(t)[1:], replace(t, token_ids=[7, 8, 1000])], "token ids go from 5 to 1000.* 0 to 999"),
+        (lambda t: [*shared(t)[1:], replace(t, token_ids=[7, 8, 1000])], "token ids go from 5 to 1000, .*0 to 999"),
     ],
 )
 def test_what_a_rollout_returns_is_compared_with_what_was_asked(returned, message, monkeypatch):

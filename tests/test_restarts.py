@@ -125,7 +125,7 @@ def test_what_is_wrong_with_a_trajectory_of_several_rows_is_said():
     cfg = TrainConfig(max_prompt_length=4, max_completion_length=5)
     assert trajectory_fault(completion(0), None, cfg) is None
     for restarts in ([0], [9, 4], [99]):
-        fault, _ = trajectory_fault(replace(completion(0), info={"restarts": restarts}), None, cfg)
+        fault = trajectory_fault(replace(completion(0), info={"restarts": restarts}), None, cfg)
         assert "restarts" in fault
-    fault, _ = trajectory_fault(completion(0), None, replace(cfg, max_prompt_length=1))
+    fault = trajectory_fault(completion(0), None, replace(cfg, max_prompt_length=1))
     assert "7 tokens" in fault
