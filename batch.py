@@ -204,26 +204,19 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
     """What trajectories hold in info["extras"], {name: a number, or a list with one for each token as loss_mask}, as
     tensors [B] or [B, T]; 0 where a trajectory has nothing of that name. Collective: names are those of all ranks."""
     given = [t.info.get("extras") or {} for t in trajectories]
-    kinds: dict[str, bool] = {}  # name -> whether a value for each token
-    kinds_here = {name: isinstance(value, list | tuple) for extras in given for name, value in extras.items()}
-    for of_rank in utils.gather_objects(kinds_here):
-        kinds |= {name: by_token or kinds.get(name, False) for name, by_token in of_rank.items()}
+    here = {(name, isinstance(value, list | tuple)) for extras in given for name, value in extras.items()}
     tensors = {}
-    for name, by_token in sorted(kinds.items()):
+    for name, by_token in sorted(set().union(*utils.gather_objects(here))):
+        if name in tensors:
+            raise ValueError(f'info["extras"][{name!r}]: a list for each token here, a single number there')
         tensors[name] = torch.zeros(len(given), length) if by_token else torch.zeros(len(given))
         for row, (t, extras) in enumerate(zip(trajectories, given, strict=True)):
-            start, values = len(t.prompt_ids), extras.get(name, 0.0)
-            if isinstance(values, list | tuple) and len(values) != len(t.token_ids):
-                raise ValueError(
-                    f'info["extras"][{name!r}] has {len(values)} numbers for {len(t.token_ids)} tokens after the '
-                    "prompt; give one for each, as loss_mask has, or a single number for the trajectory"
-                )
-            if by_token and name in extras:
-                if not isinstance(values, list | tuple):
-                    raise ValueError(f'info["extras"][{name!r}]: a list for each token here, a single number there')
-                tensors[name][row, start : start + len(t.token_ids)] = torch.tensor(values, dtype=torch.float)
-            elif not by_token:
-                tensors[name][row] = float(values)
+            value, start, size = extras.get(name, 0.0), len(t.prompt_ids), len(t.token_ids)
+            if by_token and name in extras and len(value) != size:
+                what = f"has {len(value)} numbers for {size} tokens after the prompt"
+                raise ValueError(f'info["extras"][{name!r}] {what}; give one for each, as loss_mask has, or one in all')
+            place = (row, slice(start, start + size)) if by_token else row
+            tensors[name][place] = torch.tensor(value, dtype=torch.float)
     return tensors
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import utils
-from batch import Batch
+from batch import Batch, collate
 from config import TrainConfig
 from data import LOOKED_AT
 from inputs import prompts, vision
 from inputs.attention import take_packed_rows
 from inputs.model import evaluating, replaced
-from inputs.trajectory import TrajectoryError
+from inputs.trajectory import Trajectory, TrajectoryError
 from inputs.vision import FOLLOWED_BY, Prompt
 
 TEXT = (
@@ -51,15 +51,12 @@ def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows) -> list[Prompt
 
 def batch_of(answered: list[tuple[Prompt, list[list[int]]]], device: torch.device) -> Batch:
     """Each prompt with its completions, as a step would have them."""
-    rows = [(n, prompt, tokens) for n, (prompt, several) in enumerate(answered) for tokens in several]
-    ids = [torch.tensor(prompt.token_ids + tokens) for _, prompt, tokens in rows]
-    mask = nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True)  # [B, T]
-    ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    start = torch.tensor([len(prompt.token_ids) for _, prompt, _ in rows])[:, None]
-    sampled, groups = mask * (torch.arange(ids.shape[1]) >= start), torch.tensor([n for n, *_ in rows])
-    tensors = (x.to(device) for x in (ids, mask, sampled, torch.zeros_like(mask), groups))
-    inputs = [prompt.model_inputs for _, prompt, _ in rows]
-    return Batch(*tensors, model_inputs=inputs if any(inputs) else [])
+    trajectories = []
+    for group, (prompt, several) in enumerate(answered):
+        for tokens in several:
+            mask, zeros, info = [1] * len(tokens), [0.0] * len(tokens), {"model_inputs": prompt.model_inputs}
+            trajectories.append(Trajectory({}, group, prompt.token_ids, tokens, mask, zeros, zeros, info=info))
+    return collate(trajectories, 0, device)
 
 
 def own_forward(hf_model: nn.Module, autocast: bool) -> Callable:

@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from config import ConfigError, TrainConfig
 from inputs.attention import attention_of, leave_nothing_out
-from inputs.model import check_adapted, image_encoder, lora_targets, names_as_they_are, not_for_adapters
+from inputs.model import check_adapted, image_encoder, lora_targets, names_as_they_are
 from inputs.processor import load_config, loading, takes_images
 from safety.calls import say_once
 
@@ -179,11 +179,9 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
-    left_out = not_for_adapters(model) if cfg.lora_targets == ["all-linear"] else []
-    if cfg.freeze_vision and takes_images(model.config):
-        tower = set(image_encoder(model).modules())
-        left_out += [name for name, module in model.named_modules() if module in tower]
-    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out or None, task_type="CAUSAL_LM")
+    frozen = set(image_encoder(model).modules()) if cfg.freeze_vision and takes_images(model.config) else ()
+    left_out = [name for name, module in model.named_modules() if module in frozen] or None
+    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out, task_type="CAUSAL_LM")
     try:  # adapters in float32, whatever --dtype the frozen weights have
         with names_as_they_are():
             adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))

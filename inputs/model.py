@@ -187,19 +187,6 @@ def users_of_weights(model: nn.Module) -> Counter:
     return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
 
 
-@torch.no_grad()
-def not_for_adapters(model: nn.Module) -> list[str]:
-    """Names of linear layers that all-linear leaves out: those that share their weight with others, as each would have
-    an adapter of its own, and those of classes of their own that return no product alone, as some routers do."""
-    users, found = users_of_weights(model), []
-    for name, layer in model.named_modules():
-        if isinstance(layer, (nn.Linear, Conv1D)):
-            plain = type(layer) in (nn.Linear, Conv1D) or hasattr(layer.weight, "quant_state")
-            plain = plain or isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), Tensor)
-            found += [] if plain and users[layer.weight] == 1 else [name]
-    return found
-
-
 def lora_targets(cfg: TrainConfig) -> list[str] | str:
     """--lora_targets for PEFT: all-linear, ends of names, or a regular expression, which whole names have to match."""
     first, *others = cfg.lora_targets

@@ -123,31 +123,19 @@ def rendered(row: dict, messages: list[dict], processor, cfg: TrainConfig) -> st
     """The prompt's text, by the chat template, with the tools and settings that columns of the row give it. PartError
     for what it refuses.
 
-    An answer that the row has begun stands at the end as the row has it: templates take blanks off its end, put empty
-    thinking before it, or take its thinking away.
+    An answer that the row has begun stands at the end as the row has it, in place of what the template begins one with:
+    templates take blanks off an answer's end, put empty thinking before it, or take its thinking away.
     """
     schemas, options = row.get(SCHEMAS, own_schemas(row)), template_kwargs(row, processor)
     if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
+    begun = text_of_parts(messages[-1].get("content")) if messages[-1]["role"] == "assistant" else ""
     try:
-        if messages[-1]["role"] != "assistant":
-            return render(messages, processor, schemas, add_generation_prompt=True, **options)
-        text = [part["text"] for part in parts_of(messages[-1].get("content")) if part["type"] == "text"][-1]
-        try:
-            whole = render(messages, processor, schemas, continue_final_message=True, **options)
-        except ValueError:  # it has taken some of the text away
-            whole = END
-        head = render(messages[:-1], processor, schemas, add_generation_prompt=True, **options)
+        asked = messages[:-1] if begun else messages
+        text = render(asked, processor, schemas, add_generation_prompt=True, **options)
     except REFUSED as error:
         raise PartError(f"the chat template refuses this prompt: {error}") from error
-    head = head.removesuffix(begun_by(head, processor))
-    first = re.match(r"\s*(<[^<>]*>|\S*)", text)[1]  # its word, or its tag
-    for kept in (text, text.rstrip(), text.strip()):
-        before = whole.removesuffix(kept)
-        added = before[len(os.path.commonprefix([before, head])) :]
-        if whole.endswith(kept) and whole != END and not (first and first in added):
-            return before + text
-    return head + text
+    return text.removesuffix(begun_by(text, processor)) + begun if begun else text
 
 
 def begun_by(prompt: str, processor) -> str:

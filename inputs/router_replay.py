@@ -61,7 +61,8 @@ class Routing(TorchFunctionMode):
             return out  # of groups of experts, or of something else
         self.choosing.add(self.layer)
         if self.noted is not None:
-            self.noted[self.layer] = self._agreed(own.detach().flatten(0, -2), self.noted.get(self.layer))
+            chosen = own.detach().flatten(0, -2)  # -1 where a layer has two routers, as it is told one choice
+            self.noted[self.layer] = torch.full_like(chosen, -1) if self.layer in self.noted else chosen
         if self.choice is None:
             return out
         given = self.choice[:, self.layer].to(own.device, own.dtype).view(own.shape)
@@ -71,15 +72,6 @@ class Routing(TorchFunctionMode):
             self.moved[self.passes, self.layer] = torch.stack([replayed[..., 0].sum(), other.sum()])
         chosen = torch.where(replayed, given, own)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-    @staticmethod
-    def _agreed(chosen: Tensor, before: Tensor | None) -> Tensor:
-        """What a layer chooses now, and -1 for tokens for which it chose others `before`: a layer with experts in its
-        attention, too, has two routers, and is told one choice.  [tokens, k]"""
-        if before is None or before.shape != chosen.shape:
-            return chosen
-        same = (chosen.sort(-1).values == before.sort(-1).values).all(-1, keepdim=True)
-        return torch.where(same, chosen, -1)
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[dict[int, Tensor]]:

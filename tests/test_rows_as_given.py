@@ -101,7 +101,7 @@ def template(body="m.content", opened=""):
         (template("m.content.strip()"), "\n  one", ""),
         (template(EMPTY), "<think>\n", ""),
         (template(EMPTY), "<think>\nLet me see", ""),
-        (template(EMPTY), "It is ", "<think>\n\n</think>\n\n"),  # as the template has answers without thinking
+        (template(EMPTY), "It is ", ""),
         (template(EMPTY, "<think>\n"), "<think>\n", ""),
         (template(LAST, "<think>\n"), "<think>\nWell</think>It is", ""),
         (template(LAST, "<think>\n"), "<think>\nWell", ""),
@@ -114,9 +114,8 @@ def test_a_begun_answer_stands_at_the_end_as_the_row_has_it(template, begun, bef
 
 
 def test_a_prompt_that_the_template_refuses_is_named():
-    refusing = "{{ raise_exception('only users here') if messages[-1].role == 'assistant' }}" + template()
-    rows = [{"prompt": "Hi"}, {"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}]
-    rows[1]["prompt"][1] = {"role": "assistant", "content": "b"}
+    refusing = "{{ raise_exception('only users here') if messages[-1].role == 'system' }}" + template()
+    rows = [{"prompt": "Hi"}, {"prompt": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}]
     with pytest.raises(ConfigError, match="rows, row 1: the chat template refuses this prompt: only users here"):
         look_at(rows, "rows", tokenizer_of(refusing), TrainConfig())
 
@@ -133,5 +132,5 @@ def test_tools_and_settings_of_the_template_in_a_row_are_used(form):
     assert text_of(row, tokenizer) == "[weather]LOUD " + text_of(plain, tokenizer)
     lengths = look_at([row], "rows", tokenizer, TrainConfig())
     assert lengths == [len(prompt_ids(row, tokenizer, TrainConfig()))]
-    with pytest.raises(ConfigError, match="row 0: .*no thinking; it reads loud"):
+    with pytest.raises(ConfigError, match="row 0: .*no thinking"):
         look_at([plain | {"chat_template_kwargs": {"thinking": 1}}], "rows", tokenizer, TrainConfig())
