@@ -28,15 +28,7 @@ from envs.base import call_environment, checked_step, reset, state_of
 from envs.playing import main
 from inputs.parts import PartError
 from inputs.pictures import PictureError
-from inputs.prompts import (
-    SCHEMAS,
-    begun_in,
-    own_kwargs,
-    own_schemas,
-    prompt_messages,
-    with_tools,
-)
-from inputs.special_tokens import found_in
+from inputs.prompts import SCHEMAS, begun_in, found_in, own_kwargs, own_schemas, prompt_messages, with_tools
 from inputs.trajectory import (
     LARGEST,
     RowError,

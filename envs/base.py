@@ -43,8 +43,7 @@ from config import TrainConfig, shorten
 from envs.formats import instructions, outside_thinking, parser_of, read_calls
 from envs.tools import Tool, Toolbox, cut, tools_of
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
-from inputs.prompts import is_vision
-from inputs.special_tokens import clean, each_text
+from inputs.prompts import clean, each_text, is_vision
 from inputs.trajectory import LARGEST, TrajectoryError
 from safety.calls import plain, run_limited, unread, warn_once
 

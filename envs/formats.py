@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from config import ConfigError, function_path, known_name, load_function, named, shorten
-from inputs.special_tokens import clean, each_text, tokenizer_of
+from inputs.prompts import clean, each_text, tokenizer_of
 
 # transformers takes seconds, and is imported where calls are read.
 

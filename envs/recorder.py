@@ -45,8 +45,7 @@ from starlette.routing import Route
 from config import TrainConfig, shorten
 from envs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import parts_of
-from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, with_tools
-from inputs.special_tokens import pattern_of
+from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, pattern_of, with_tools
 from inputs.trajectory import Trajectory, end_to_end, joined, spans_of
 from inputs.vision import Prompt, build_prompt, check_echo, continued, observed
 from safety.calls import warn_once

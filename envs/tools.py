@@ -29,7 +29,7 @@ from PIL import Image
 from config import ConfigError, function_path, known_name, load_function, shorten
 from envs.formats import Call
 from inputs.parts import PartError, parts_of
-from inputs.special_tokens import clean, each_text
+from inputs.prompts import clean, each_text
 from safety.calls import run_limited, warn_once
 from safety.sandbox import run_python
 

@@ -18,8 +18,16 @@ from pathlib import Path
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError
 from inputs.pictures import PictureError, load_image
-from inputs.prompts import SCHEMAS, adds_bos, image_parts, is_vision, observation_ids, observation_text, prompt_text
-from inputs.special_tokens import tokenize
+from inputs.prompts import (
+    SCHEMAS,
+    adds_bos,
+    image_parts,
+    is_vision,
+    observation_ids,
+    observation_text,
+    prompt_text,
+    tokenize,
+)
 from inputs.trajectory import RowError, TrajectoryError
 
 # torch is imported where there are images, so that environments can be tried without it.

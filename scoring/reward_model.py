@@ -14,8 +14,7 @@ from functools import cache
 
 from config import shorten
 from inputs.loading import check_missing
-from inputs.prompts import normal, prompt_messages
-from inputs.special_tokens import begins_by_itself, tokenize
+from inputs.prompts import begins_by_itself, normal, prompt_messages, tokenize
 from safety import http, secrets
 from safety.calls import say_once
 

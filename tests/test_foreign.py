@@ -22,9 +22,8 @@ from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, adapters
 from inputs.processor import load_processor
-from inputs.prompts import observation_text
-from inputs.special_tokens import END, clean, guard, special_texts, tokenize
-from inputs.special_tokens import tokenizer_of as text_tokenizer
+from inputs.prompts import END, clean, guard, observation_text, special_texts, tokenize
+from inputs.prompts import tokenizer_of as text_tokenizer
 from inputs.trajectory import without_failed
 from inputs.vision import TYPES, build_prompt, observed, rope_index_of
 from rollouts import TrajectoryError, play
