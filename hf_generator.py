@@ -316,9 +316,9 @@ class HFGenerator:
             if "position_ids" in request.model_inputs:
                 positions = positions.expand(3, -1, -1).clone()
                 positions[:, row, longest - lengths[row] :] = request.model_inputs["position_ids"][:, 0]
-            for name in request.model_inputs.keys() & TYPES:
+            for name in request.model_inputs.keys() & TYPES.values():
                 types.setdefault(name, torch.zeros_like(ids))
-                types[name][row, longest - lengths[row] :] = request.model_inputs[name][0, :-1]
+                types[name][row, longest - lengths[row] :] = request.model_inputs[name][0]
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
         inputs = join_inputs([request.model_inputs for request in batch], self.device)
         inputs |= {name: given.to(self.device) for name, given in types.items()}

@@ -19,7 +19,7 @@ from inputs import prompts, vision
 from inputs.attention import take_packed_rows
 from inputs.model import evaluating, replaced
 from inputs.trajectory import Trajectory, TrajectoryError
-from inputs.vision import FOLLOWED_BY, Prompt
+from inputs.vision import Prompt
 
 TEXT = (
     "A farmer has 17 sheep and buys 8 more. Each of them gives 3 kg of wool a year, which sells for 4 dollars a "
@@ -38,10 +38,7 @@ def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows) -> list[Prompt
     """A text and, where one of the first rows has images, its prompt: a tower's outputs, and places on several axes,
     are known to no text. generator: has the `tokenizer`."""
     ids, sees = text_ids(generator.tokenizer, hf_model), prompts.is_vision(generator.tokenizer)
-    # Without token types PaliGemma takes all of a text for a prefix that sees itself in both directions.
-    name, follows = FOLLOWED_BY.get(hf_model.config.model_type.replace("_", ""), (None, None))
-    beside = {} if name is None else {name: torch.full((1, len(ids) + 1), follows)}
-    text = Prompt(ids, ids, model_inputs=beside)
+    text = Prompt(ids, ids)
     for row in itertools.islice(rows, LOOKED_AT) if sees else ():
         with contextlib.suppress(TrajectoryError):
             if (prompt := vision.build_prompt(row, generator, cfg.of(row))).images:

@@ -67,14 +67,11 @@ def positions_of(batch: Batch) -> Tensor:
 
 
 def token_types(batch: Batch, name: str) -> Tensor:
-    """Which tokens belong to an image or a prompt, for models that make their own mask of it and call it `name`.
-    [B, T]"""
+    """Which tokens belong to an image, for models that make their own mask of it and call it `name`.  [B, T]"""
     types = torch.zeros_like(batch.input_ids)
     for row, inputs in enumerate(batch.model_inputs):
         if name in inputs:
-            given = inputs[name][0]
-            types[row] = given[-1]
-            types[row, : len(given) - 1] = given[:-1]
+            types[row, : inputs[name].shape[1]] = inputs[name][0]
     return types
 
 
@@ -103,7 +100,7 @@ def plain_rows(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor
     inputs |= join_inputs(batch.model_inputs)
     if len(axes := positions_of(batch)) > 1:
         inputs["position_ids"] = axes
-    for types in (name for name in TYPES if any(name in row for row in batch.model_inputs)):
+    for types in {*TYPES.values()} & {name for row in batch.model_inputs for name in row}:
         inputs[types] = token_types(batch, types)
     if batch.routed_experts is not None:
         inputs["routed_experts"] = batch.routed_experts

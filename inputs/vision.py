@@ -4,7 +4,7 @@ A prompt with images has two forms. A server is sent one placeholder token an im
 placeholder itself. The trainer needs the expanded ids and the pixels. `build_prompt` makes both, once per row however
 many completions are sampled; the server's echo of the expanded ids is compared with ours (`check_echo`).
 Everything a model wants beside token ids travels as one dict of tensors, `model_inputs`; `join_inputs` joins those of
-several rows by their shapes. What a family wants beyond that stands in FOLLOWED_BY, the only place that names one.
+several rows by their shapes. What a family wants beyond that stands in TYPES, the only place that names one.
 
     row -> build_prompt -> sampled -> continued | observed
 """
@@ -32,12 +32,9 @@ from inputs.trajectory import RowError, TrajectoryError
 
 # torch is imported where there are images, so that environments can be tried without it.
 
-# Families whose masks treat images or whole prompts apart: what they call token types, and the type of what is sampled
-# after a prompt.
-FOLLOWED_BY = {"gemma3": ("token_type_ids", 0), "paligemma": ("token_type_ids", 1)}
-FOLLOWED_BY |= dict.fromkeys(("gemma4", "gemma4unified"), ("mm_token_type_ids", 0))
-TYPES = tuple(dict.fromkeys(name for name, _ in FOLLOWED_BY.values()))
-PER_TOKEN = ("position_ids", *TYPES)  # of a model's inputs: all others are by image or patch
+# Families whose masks treat images apart: what they call token types, which are 0 for text.
+TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gemma4unified": "mm_token_type_ids"}
+PER_TOKEN = ("position_ids", *TYPES.values())  # of a model's inputs: all others are by image or patch
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
 _RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
@@ -153,12 +150,10 @@ def expand(text: str, images: list, processor, rope_index: Callable | None, spec
     if rope_index is not None:
         encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
     family = type(processor).__name__.removesuffix("Processor").lower()
-    name, followed_by = FOLLOWED_BY.get(family, (None, None))
-    types = encoded.get(name)
-    for key in (*TYPES, "labels"):  # of models with positions on three axes, these have the types in them
+    if family == "paligemma":
+        raise PartError("a prompt of PaliGemma sees itself in both directions; take a model with causal ones")
+    for key in {"token_type_ids", "mm_token_type_ids", "labels"} - {TYPES.get(family)}:  # positions have them in them
         encoded.pop(key, None)
-    if types is not None:  # one longer than the prompt: the last stands for what follows
-        encoded[name] = types.new_tensor([[*types[0].tolist(), followed_by]])
     return ids[0].tolist(), encoded
 
 
@@ -178,7 +173,7 @@ def join_inputs(rows: list[dict], device=None) -> dict:
 
 def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
     """The prompt with `ids` behind it, sampled or of an observation: then `sent` of them for a server, and the model's
-    `inputs` for its images. Positions on several axes count on from the largest, types are a completion's."""
+    `inputs` for its images. Positions on several axes count on from the largest."""
     import torch
 
     old, new = prompt.model_inputs, inputs or {}
@@ -187,10 +182,9 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
         before = old.get("position_ids", torch.arange(len(prompt.token_ids)).expand(3, 1, -1))
         after = new.get("position_ids", torch.arange(len(ids)).expand(3, 1, -1))
         joined["position_ids"] = torch.cat([before, before.max() + 1 + after], dim=-1)
-    for types in (name for name in TYPES if name in old or name in new):  # [1, T + 1]; the last is of what follows
-        before = old.get(types, torch.zeros(1, len(prompt.token_ids) + 1, dtype=torch.long))
-        after = new.get(types, before[:, -1:].expand(-1, len(ids) + 1))
-        joined[types] = torch.cat([before[:, :-1], after], dim=1)
+    for types in {*TYPES.values()} & {*old, *new}:  # [1, T]
+        before = old.get(types, torch.zeros(1, len(prompt.token_ids), dtype=torch.long))
+        joined[types] = torch.cat([before, new.get(types, torch.zeros_like(before[:, :1]).expand(-1, len(ids)))], dim=1)
     return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
 
 

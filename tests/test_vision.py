@@ -76,7 +76,7 @@ def direct_logprobs(tiny, row: int) -> torch.Tensor:
     ids, _ = encoded.pop("input_ids"), encoded.pop("attention_mask")
     encoded.pop("labels", None)
     sampled = tiny.batch.input_ids[row][tiny.batch.loss_mask[row] > 0]
-    follows = torch.full((1, len(sampled)), vision.FOLLOWED_BY.get(tiny.family, (None, 0))[1])
+    follows = torch.zeros(1, len(sampled), dtype=torch.long)
     for key in ("token_type_ids", "mm_token_type_ids"):
         if key in encoded:
             encoded[key] = torch.cat([encoded[key], follows], 1)
