@@ -91,7 +91,6 @@ class TrainConfig:
     allow_special_tokens: bool = False  # text in prompts that reads like a special token becomes one; else plain text
     max_prompt_length: int = 1024  # rows with more tokens in their prompts are replaced when drawn, and counted
     max_pixels: int | None = None  # larger images are scaled down to it, for trainer and server alike
-    min_pixels: int | None = None  # smaller images are scaled up to it
     domains: list[dict] = field(default_factory=list)  # data sets with settings of their own: BY_DOMAIN below
 
     # --- rollout ---
@@ -336,7 +335,7 @@ PRESETS: dict[str, dict] = {  # arXiv
 # What may differ by domain. A knob of your own may, too: config.BY_DOMAIN.add("my_knob")
 BY_DOMAIN = {
     *"dataset_id dataset_config dataset_split eval_dataset_id eval_split eval_solved".split(),
-    *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels min_pixels".split(),
+    *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels".split(),
     *"rollout max_completion_length min_completion_length".split(),
     *"env tools mcp_config tool_parser tool_timeout max_turns max_turn_length max_tool_result".split(),
     *"agent agent_timeout".split(),

@@ -7,6 +7,7 @@ which says why.
 import base64
 import contextlib
 import io
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,8 +91,8 @@ def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | N
 
 
 def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image, bytes]:
-    """(RGB image, upright, what is transparent over white, within --min_pixels and --max_pixels; bytes of an image file
-    of exactly these pixels). cfg: the TrainConfig; None: in its own size. PictureError if it cannot be read."""
+    """(RGB image, upright, what is transparent over white, within --max_pixels; bytes of an image file of exactly these
+    pixels). cfg: the TrainConfig; None: in its own size. PictureError if it cannot be read."""
     image, data = open_image(source, local_files)
     with reading():
         image.load()
@@ -101,23 +102,15 @@ def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image,
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
             as_it_is = False
         image = image.convert("RGB")
-        size = scaled(image.size, cfg)
-        if size == image.size and as_it_is:
+        most = (cfg and cfg.max_pixels) or math.inf
+        if (scale := (most / (image.width * image.height)) ** 0.5) < 1:
+            size = (min(max(1, int(side * scale)), most) for side in image.size)  # a line cannot get thinner
+            image, as_it_is = image.resize(tuple(size), Image.Resampling.BICUBIC), False
+        if as_it_is:
             return image, data
-        image = image.resize(size, Image.Resampling.BICUBIC) if size != image.size else image
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         return image, buffer.getvalue()
-
-
-def scaled(size: tuple[int, int], cfg) -> tuple[int, int]:
-    """(width, height) within --min_pixels and --max_pixels."""
-    pixels = size[0] * size[1]
-    wanted = max(pixels, (cfg and cfg.min_pixels) or 0)
-    wanted = min(wanted, (cfg and cfg.max_pixels) or wanted)
-    scale = (wanted / pixels) ** 0.5
-    rounding = int if scale < 1 else lambda x: -int(-x // 1)
-    return tuple(min(max(1, rounding(side * scale)), wanted) for side in size)  # a line cannot get thinner
 
 
 # ---- data sets ------------------------------------------------------------------------------------------------------

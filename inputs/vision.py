@@ -221,5 +221,5 @@ def check_echo(prompt: Prompt, samples: list) -> None:
         raise RuntimeError(
             f"the generator made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
             f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
-            "images with --max_pixels and --min_pixels here, not with --mm-processor-kwargs there."
+            "images with --max_pixels here, not with --mm-processor-kwargs there."
         )
