@@ -101,7 +101,7 @@ def build_prompt(
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.popitem(last=False)
     if len(prompt.token_ids) > (most or cfg.max_prompt_length):
-        more = ", with what its environment adds" if shown is not row else ""
+        more = ", with what its environment adds," if shown is not row else ""
         limit = f"--max_prompt_length={cfg.max_prompt_length}"
         raise kind(f"the prompt{more} is over {limit}: raise it, and the server's --max-model-len with it.", row)
     return prompt
