@@ -52,11 +52,8 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
 def auto_class(config) -> type:
     """AutoModelForImageTextToText for a config of a model that takes images, else AutoModelForCausalLM. ConfigError if
     it makes no model of this config."""
-    kinds = ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING")
-    if takes_images(config):
-        kinds = ("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
-    auto, mapping = (getattr(transformers, name) for name in kinds)
-    if type(config) not in mapping:
+    auto = transformers.AutoModelForImageTextToText if takes_images(config) else transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
         raise ConfigError(
             f"--model_id={config.name_or_path}: transformers has no causal language model for {config.model_type}; "
             "give a model that generates text."

@@ -79,17 +79,12 @@ def transcript(messages: list[dict]) -> str:
 
 
 def without_sources(prompt):
-    """A prompt whose image parts are no more than their places, for logs: a picture is a megabyte of letters there.
-    What is no message, or none that can be read, as it is."""
+    """A prompt whose image parts are no more than their places, for logs: a picture is a megabyte of letters there."""
 
     def shown(message):
-        try:
-            message = in_usual_form(message)
-        except (PartError, AttributeError):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
             return message
-        if isinstance(message.get("content"), list):
-            parts = [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
-            message = message | {"content": parts}
-        return message
+        parts = parts_of(message["content"])
+        return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in parts]}
 
     return [shown(message) for message in prompt] if isinstance(prompt, list) else prompt

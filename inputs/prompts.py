@@ -357,17 +357,6 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
     return text[next((t.start() for t in tokens if t.start() < same < t.end()), same) :]
 
 
-def observation_ids(messages: list[dict], processor, last: int, schemas: list[dict] | None = None, **options) -> list:
-    """Token ids that lead from a sampled answer over `messages` (of tools, of an environment) to where the next answer
-    begins, one placeholder an image. What was sampled is not among them and is never tokenised again.
-
-    last: the token that ended the answer; where it is the template's own end of a turn, the ids begin behind it.
-    schemas, options: the tools and settings that the chat template was given with the prompt.
-    """
-    ids = tokenize(observation_text(messages, processor, schemas, **options), processor)
-    return ids[int(ids[0] == last) :]
-
-
 # ---- ids -------------------------------------------------------------------------------------------------------------
 
 

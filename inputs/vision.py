@@ -23,7 +23,6 @@ from inputs.prompts import (
     adds_bos,
     image_parts,
     is_vision,
-    observation_ids,
     observation_text,
     prompt_text,
     tokenize,
@@ -189,13 +188,16 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
 
 
 def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
-    """The prompt and what was sampled behind it, with an observation's messages after that, their images expanded."""
+    """The prompt and what was sampled behind it, with the messages of tools or of an environment after that, their
+    images expanded. What was sampled is never tokenised again. schemas, options: the tools and settings that the chat
+    template was given with the prompt."""
     processor, sources = generator.tokenizer, image_sources({"prompt": messages})
-    sent = observation_ids(messages, processor, prompt.token_ids[-1], schemas, **options)
+    text = observation_text(messages, processor, schemas, **options)
+    sent = tokenize(text, processor)
+    skip = int(sent[0] == prompt.token_ids[-1])  # the template's own end of a turn, which was sampled
+    sent = sent[skip:]
     if not sources:
         return continued(prompt, sent)
-    text = observation_text(messages, processor, schemas, **options)
-    skip = len(tokenize(text, processor)) - len(sent)
     images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
     ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
     for key in PER_TOKEN:
