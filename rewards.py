@@ -33,7 +33,6 @@ The reward of a completion is the sum of weight * value over cfg.reward_weights.
 """
 
 import asyncio
-import copy
 import functools
 import importlib
 import inspect
@@ -41,7 +40,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from types import SimpleNamespace
 
@@ -289,9 +288,8 @@ def call_arguments(trajectories: list, cfg) -> dict:
 
 def copy_of(trajectory):
     """For one reward function: its lists and its row may be changed; `info` is the trajectory's own, for notes."""
-    own = copy.copy(trajectory)
-    vars(own).update((name, copied(value)) for name, value in vars(trajectory).items() if name != "info")
-    return own
+    own = {name: copied(value) for name, value in vars(trajectory).items() if name != "info"}
+    return replace(trajectory, **own)
 
 
 def missing_arguments(function: Callable, available: Iterable[str]) -> str | None:

@@ -55,12 +55,6 @@ class Trajectory:
         """As it is sent to another rank or kept in a checkpoint: without its live environment."""
         return vars(self) | {"info": {name: value for name, value in self.info.items() if name != "object"}}
 
-    def __copy__(self) -> "Trajectory":
-        """A shallow one, with the same `info`: copy.copy would go by what is pickled."""
-        own = object.__new__(type(self))
-        vars(own).update(vars(self))
-        return own
-
     def __post_init__(self):
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
         said = {"teacher_logprobs": self.teacher_logprobs, "teacher_top": self.teacher_top and self.teacher_top[0]}
