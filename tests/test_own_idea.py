@@ -258,7 +258,7 @@ def test_a_rollout_knows_what_it_is_called_for(monkeypatch):
     monkeypatch.setattr(script.utils, "check_fresh", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     cfg = TrainConfig(rollout="mine", num_generations=4, advantage="remax", reward_funcs=["mine"], eval_generations=2)
-    sampler = SimpleNamespace(next=lambda step: [0, 1])
+    sampler = SimpleNamespace(next=lambda step: [0, 1], extra=lambda *_: [])
     sampled, _ = asyncio.run(steps.sampled(rows, sampler, 0, Sampler(), {"mine": scored}, cfg))
     assert sorted(seen) == [("baseline", 1, 0.0)] * 2 + [("train", 3, 1.0), ("train", 4, 1.0)]
     assert [len(group) for group, *_ in sampled] == [3, 4]
