@@ -281,7 +281,7 @@ class PromptSampler:
 
 class Sampled(NamedTuple):
     group: list[Trajectory]  # one prompt's
-    silent: bool  # nothing can be learned from it, and --dynamic_sampling replaces such groups
+    silent: bool  # nothing can be learned from it: another may take its place
     sampled_after: float  # seconds from the start of the step to its last token
     scored_after: float  # and to its last score
 

@@ -242,9 +242,9 @@ def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, monkeypatch):
     functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
     sampled = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
     fit = [n for n in first + further if counts[n] <= limit][:40]
-    assert first != fit and [group[0].row["answer"] for group, _, _ in sampled[: len(fit)]] == [*map(str, fit)]
-    assert [len(group[0].prompt_ids) for group, _, _ in sampled[: len(fit)]] == [counts[n] for n in fit]
-    assert all(isinstance(t.info["failure"], RowError) for group, _, _ in sampled[len(fit) :] for t in group)
+    assert first != fit and [one.group[0].row["answer"] for one in sampled[: len(fit)]] == [*map(str, fit)]
+    assert [len(one.group[0].prompt_ids) for one in sampled[: len(fit)]] == [counts[n] for n in fit]
+    assert all(isinstance(t.info["failure"], RowError) for one in sampled[len(fit) :] for t in one.group)
 
 
 def test_the_first_prompts_are_counted_before_anything_starts(asked, capsys):
