@@ -96,7 +96,8 @@ def build_prompt(
         except Exception as error:  # templates and image decoders raise whatever they like
             said = str(error) if isinstance(error, PartError | PictureError) else repr(error)
             raise kind(f"the prompt cannot be shown to the model: {said:.500}", row) from error
-        _RECENT[id(row)] = row, asked, prompt
+        if prompt.images:
+            _RECENT[id(row)] = row, asked, prompt
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.popitem(last=False)
     if len(prompt.token_ids) > (most or cfg.max_prompt_length):
