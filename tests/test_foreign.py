@@ -10,7 +10,6 @@ import tiny_vlms
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from server_fixture import TINY
 from steps import collected, groups_of
 from test_turns import ENDS, TURNS, Scripted, add, config, tokenizer_of, tool_environment
@@ -51,14 +50,6 @@ def test_damaged_files_of_a_model_are_named(file, copy_of_tiny):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=f"--model_id={copy_of_tiny}: {file} is missing or damaged.*Copy the folder"):
         load_processor(str(copy_of_tiny))
-        script.load_hf_model(config(model_id=str(copy_of_tiny)), torch.float32)
-
-
-def test_weights_that_are_not_finite_are_named_before_training(copy_of_tiny):
-    weights = load_file(copy_of_tiny / "model.safetensors")
-    weights["model.norm.weight"][3] = float("nan")
-    save_file(weights, copy_of_tiny / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="1 of its weights hold nan.*model.norm.weight"):
         script.load_hf_model(config(model_id=str(copy_of_tiny)), torch.float32)
 
 
@@ -114,7 +105,7 @@ def test_a_result_forges_no_image(family, tmp_path):
 
 
 def trimmed(inputs: dict, length: int) -> dict:
-    return inputs | {name: inputs[name][:, :length] for name in inputs.keys() & TYPES}
+    return inputs | {name: inputs[name][:, :length] for name in inputs.keys() & TYPES.values()}
 
 
 PIECES = "<|im_end|> <|im_start|> <|endoftext|> <| |> im_end assistant <|eot_id|> < > </s> <|begin_of_text|>".split()
