@@ -114,36 +114,39 @@ def set_special_tokens(model, tokenizer):
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def is_complete(folder, request):
-    marker = folder / "made_by.json"
-    return marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == request
-
-
-def make(name, folder, dtype_name, seed):
-    """Build model `name` and put it at `folder`, replacing what is there only by a complete model."""
-    import torch
-
-    dtype = getattr(torch, dtype_name)
+def put(folder, request, build):
+    """Put at `folder` the (model, processor) of build(path of the GGUF file), or leave it if it is there as requested.
+    What is there is replaced only by something complete."""
+    name, marker = Path(sys.argv[0]).stem, folder / "made_by.json"
+    if marker.is_file() and json.loads(marker.read_text(encoding="utf-8")) == request:
+        print(f"{name}: {folder} is there already ({request['model']})")
+        return
+    if folder.exists() and any(folder.iterdir()) and not marker.is_file():
+        raise SystemExit(f"{name}: {folder} holds something else; give another folder, or remove it first")
+    start = time.perf_counter()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        gguf = download_gguf(Path(scratch))
-        tokenizer = load_tokenizer(gguf)
-        if name == "tiny":
-            tokenizer = first_tokens(tokenizer, TINY_VOCABULARY)
-        model = build_smollm2(gguf, dtype) if name == "smollm2" else build_tiny(tokenizer, dtype, seed)
-        set_special_tokens(model, tokenizer)
+        model, processor = build(download_gguf(Path(scratch)))
+        set_special_tokens(model, getattr(processor, "tokenizer", processor))
         finished = Path(scratch) / "finished"
         model.save_pretrained(finished)
-        tokenizer.save_pretrained(finished)
-        (finished / "made_by.json").write_text(json.dumps(describe(name, dtype_name, seed)), encoding="utf-8")
+        processor.save_pretrained(finished)
+        (finished / "made_by.json").write_text(json.dumps(request), encoding="utf-8")
         if folder.exists():
-            shutil.rmtree(folder)  # ours, of another dtype or seed: main() refused anything else
+            shutil.rmtree(folder)  # ours, made otherwise
         os.replace(finished, folder)
+    print(f"{name}: made {folder} ({request['model']}) in {time.perf_counter() - start:.0f} s")
 
 
-def describe(name, dtype_name, seed):
-    of_tiny = {"seed": seed, "vocabulary": TINY_VOCABULARY} if name == "tiny" else {"seed": None}
-    return {"model": name, "dtype": dtype_name, "package": PACKAGE} | of_tiny
+def build(gguf, name, dtype_name, seed):
+    """(model, tokenizer)"""
+    import torch
+
+    dtype, tokenizer = getattr(torch, dtype_name), load_tokenizer(gguf)
+    if name == "smollm2":
+        return build_smollm2(gguf, dtype), tokenizer
+    tokenizer = first_tokens(tokenizer, TINY_VOCABULARY)
+    return build_tiny(tokenizer, dtype, seed), tokenizer
 
 
 def parse_args():
@@ -159,15 +162,10 @@ def parse_args():
 
 def main():
     args = parse_args()
-    dtype_name = args.dtype or DEFAULT_DTYPE[args.model]
-    if is_complete(args.folder, describe(args.model, dtype_name, args.seed)):
-        print(f"make_models: {args.folder} is there already ({args.model}, {dtype_name})")
-        return
-    if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "made_by.json").is_file():
-        raise SystemExit(f"make_models: {args.folder} holds something else; give another folder, or remove it first")
-    start = time.perf_counter()
-    make(args.model, args.folder, dtype_name, args.seed)
-    print(f"make_models: made {args.folder} ({args.model}, {dtype_name}) in {time.perf_counter() - start:.0f} s")
+    dtype = args.dtype or DEFAULT_DTYPE[args.model]
+    of_tiny = {"seed": args.seed, "vocabulary": TINY_VOCABULARY} if args.model == "tiny" else {"seed": None}
+    request = {"model": args.model, "dtype": dtype, "package": PACKAGE} | of_tiny
+    put(args.folder, request, lambda gguf: build(gguf, args.model, dtype, args.seed))
 
 
 if __name__ == "__main__":

@@ -9,36 +9,19 @@ answers are a careless annotator's: half of the counts are one off, corners of b
 from them and to be careless with them, answers in the tasks' formats and is often wrong - as models are that learned
 from people. Reinforcement learning, which is told what is right, has that to take away.
 
-The end of the output says how often, when answers are sampled at temperature 1; with the pictures of other rows the
-same questions show what is guessed rather than seen. A complete folder is left as it is; folders are written aside and
-renamed when complete.
+A complete folder is left as it is; folders are written aside and renamed when complete.
 """
 
 import argparse
-import json
 import math
-import os
-import re
-import shutil
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.optim._muon as _muon
-from make_models import (
-    CHAT_EOS,
-    PACKAGE,
-    PAD,
-    TINY_VOCABULARY,
-    download_gguf,
-    first_tokens,
-    is_complete,
-    load_tokenizer,
-    set_special_tokens,
-)
+from make_models import CHAT_EOS, PACKAGE, PAD, TINY_VOCABULARY, first_tokens, load_tokenizer, put
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "examples"), str(ROOT)]
@@ -216,58 +199,16 @@ def learning_rate_factor(step, steps):
     return min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1)))
 
 
-# ---- what it can do -------------------------------------------------------------------------------------------------
-
-
-def sample(model, processor, rows, images):
-    """One completion a row, at temperature 1 from the whole distribution."""
-    texts = [prompt_text(processor, row) for row in rows]
-    inputs = processor(text=texts, images=[[i] for i in images], padding=True, padding_side="left", return_tensors="pt")
-    with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    return processor.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def evaluate(model, processor, seed, count=400):
-    """{name: mean over `count` held-out rows}, with the right pictures and with those of other rows."""
-    rng, result = stream("warm start, held out", seed), {}
-    for task in (counting, grounding):
-        rows = [task.row(rng) for _ in range(count)]
-        images = [row["image"] for row in rows]
-        for name, shown in (("", images), (" shuffled", images[1:] + images[:1])):
-            texts = sample(model, processor, rows, shown)
-            if task is counting:
-                right = counting.count(texts, [row["answer"] for row in rows])
-                result[f"counting accuracy{name}"] = sum(right) / count
-                result[f"counting format{name}"] = sum(bool(re.fullmatch(r"\d+", text)) for text in texts) / count
-            else:
-                scores = grounding.grounding(texts, [row["box"] for row in rows])
-                for key in ("iou", "format"):
-                    result[f"grounding {key}{name}"] = sum(score[key] for score in scores) / count
-    return result
-
-
 # ---- main -----------------------------------------------------------------------------------------------------------
 
 
-def make(folder, request):
-    """Build the model and put it at `folder`, replacing what is there only by a complete one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        processor = build_processor(download_gguf(Path(scratch)))
-        model = build_model(processor.tokenizer, request["seed"])
-        set_special_tokens(model, processor.tokenizer)
-        print(f"make_tiny_vlm: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights", flush=True)
-        warm_start(model, processor, request["steps"], request["seed"])
-        for name, value in evaluate(model.eval(), processor, request["seed"]).items():
-            print(f"  {name}: {value:.3f}")
-        finished = Path(scratch) / "finished"
-        model.save_pretrained(finished)
-        processor.save_pretrained(finished)
-        (finished / "made_by.json").write_text(json.dumps(request), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)  # ours, of another seed or length: main() refused anything else
-        os.replace(finished, folder)
+def build(gguf, steps, seed):
+    """(model, processor)"""
+    processor = build_processor(gguf)
+    model = build_model(processor.tokenizer, seed)
+    print(f"make_tiny_vlm: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights", flush=True)
+    warm_start(model, processor, steps, seed)
+    return model, processor
 
 
 def main():
@@ -278,15 +219,7 @@ def main():
     args = parser.parse_args()
     request = {"model": "tiny-vlm", "package": PACKAGE, "vocabulary": TINY_VOCABULARY}
     request |= {"seed": args.seed, "steps": args.steps}
-    if is_complete(args.folder, request):
-        print(f"make_tiny_vlm: {args.folder} is there already")
-        return
-    if args.folder.exists() and any(args.folder.iterdir()) and not (args.folder / "made_by.json").is_file():
-        raise SystemExit(f"make_tiny_vlm: {args.folder} holds something else; give another folder, or remove it first")
-    start = time.perf_counter()
-    make(args.folder, request)
-    seconds = time.perf_counter() - start
-    print(f"make_tiny_vlm: made {args.folder} in {seconds:.0f} s ({time.process_time():.0f} s of CPU time)")
+    put(args.folder, request, lambda gguf: build(gguf, args.steps, args.seed))
 
 
 if __name__ == "__main__":
