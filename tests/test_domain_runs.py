@@ -1,6 +1,7 @@
-"""Trainings of two domains on two ranks: whose rewards, tools and numbers a row gets, and a resumed run."""
+"""A training of two domains on two ranks: whose rewards, tools and numbers a row gets."""
 
 import statistics
+from pathlib import Path
 
 import pandas
 import pytest
@@ -27,39 +28,27 @@ def odd(completion_ids, kind, trajectories, **columns):
 """
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """(name, flags, whether a domain has tools) -> folder of a run on two ranks."""
-    folder = tmp_path_factory.mktemp("domains")
+def trained(folder) -> Path:
+    """The folder of a run on two ranks; one of its two domains has tools."""
     tasks = folder / "tasks.py"
     tasks.write_text(TASKS, encoding="utf-8")
     plain = dict(name="plain", weight=3, dataset_id=f"{tasks}:plain", reward_funcs=[f"{tasks}:even"])
     plain |= dict(max_completion_length=8, eval_solved=0.5, system_prompt="Speak plainly.")
     other = dict(name="tooled", weight=1, dataset_id=f"{tasks}:tooled", reward_funcs=[f"{tasks}:odd"])
-    other |= dict(max_completion_length=24, eval_solved=6.5)
+    other |= dict(max_completion_length=24, eval_solved=6.5, tools=["calculator"], max_turns=2, max_turn_length=6)
     beside = dict(model_id="models/tiny", generator="hf", compute_dtype="float32", prompts_per_step=4)
-    beside |= dict(num_generations=4, max_prompt_length=512, print_samples_every=0, scale_rewards="batch")
-    beside |= dict(output_dir=str(folder), save_steps=2, eval_generations=2, learning_rate=1e-3)
-
-    def train(name: str, flags: str, tools: bool) -> object:
-        own = other | (dict(tools=["calculator"], max_turns=2, max_turn_length=6) if tools else {})
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, own]}), encoding="utf-8")
-        command = ["--config", f"{folder}/{name}.yaml", "--run_name", name, *flags.split()]
-        with running(trainer(folder / f"{name}.log", *command, ranks=2)) as process:
-            assert process.end() == 0, process.text[-4000:]
-        return folder / name
-
-    return train
+    beside |= dict(num_generations=4, max_prompt_length=512, print_samples_every=0, scale_rewards="batch", max_steps=6)
+    beside |= dict(output_dir=str(folder), eval_steps=3, eval_generations=2, learning_rate=1e-3, run_name="run")
+    (folder / "run.yaml").write_text(yaml.safe_dump(beside | {"domains": [plain, other]}), encoding="utf-8")
+    with running(trainer(folder / "log", "--config", f"{folder}/run.yaml", ranks=2)) as process:
+        assert process.end() == 0, process.text[-4000:]
+    return folder / "run"
 
 
-def untimed(run) -> list[dict]:
-    return [{k: v for k, v in line.items() if "time/" not in k} for line in read_metrics(run)]
-
-
-def test_each_row_is_asked_scored_and_counted_by_its_domain(runs):
+def test_each_row_is_asked_scored_and_counted_by_its_domain(tmp_path):
     """Also in steps in which a rank, or the step, has no row of a domain."""
-    run = runs("whole", "--max_steps 6 --eval_steps 3", True)
-    steps = [line for line in untimed(run) if "reward" in line]
+    run = trained(tmp_path)
+    steps = [line for line in read_metrics(run) if "reward" in line]
     shown = [pandas.read_parquet(path) for path in sorted((run / "completions").glob("*.parquet"))]
     assert len(steps) == len(shown) == 6
     for line, rows in zip(steps, shown, strict=True):
@@ -88,21 +77,10 @@ def test_each_row_is_asked_scored_and_counted_by_its_domain(runs):
         for function, name in (("even", "plain"), ("odd", "tooled")):
             assert (f"rewards/{function}/mean" in line) == (name in set(rows.domain))
     assert any((rows.domain == "tooled").sum() == 4 for rows in shown), "a step in which one rank has no row of it"
-    evaluations = [line for line in untimed(run) if "eval/reward" in line]
+    evaluations = [line for line in read_metrics(run) if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 3, 6]
     for line in evaluations:
         assert (line["eval/rows"], line["eval/plain/rows"], line["eval/tooled/rows"]) == (5, 3, 2)
         for key in ("reward", "mean@2"):
             parts = 3 * line[f"eval/plain/{key}"] + 2 * line[f"eval/tooled/{key}"]
             assert line[f"eval/{key}"] == pytest.approx(parts / 5)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_bit_for_bit(runs):
-    """Without tools: which requests of several turns --generator hf puts into one
-    batch, and so what it draws, depends on how fast tools answer."""
-    flags = "--reward_mean running --eval_steps 2 "
-    whole = runs("one", f"{flags} --max_steps 6", False)
-    runs("parts", f"{flags} --max_steps 4", False)
-    parts = runs("parts", f"{flags} --max_steps 6 --resume", False)
-    assert untimed(parts) == untimed(whole)
