@@ -101,16 +101,12 @@ def nothing_learned(curves: Curves, config: dict) -> dict | None:
 
 def entropy_collapse(curves: Curves, config: dict) -> dict | None:
     """Little entropy is no fault where short answers are learned: it is one where learning stopped with it."""
-    steps, values = curves.all("entropy")
+    found = holds_now("entropy", lambda entropy: entropy < 0.15 * at_first(entropy), ENOUGH)(curves, config)
     reward = curves.all("reward")[1]
-    if len(values) != len(reward):
+    if not found or len(reward) < ENOUGH:
         return None
-    low = holds_now("entropy", lambda entropy: entropy < 0.15 * at_first(entropy), ENOUGH)
-    if not (found := low(curves, config)) or now(reward) > 0.7:
-        return None
-    place = int(np.searchsorted(steps, found["since"]))
-    then = reward[max(place - RECENT // 2, 0) : place + 1].mean()  # when the entropy was gone
-    return found | {"then": then, "reward": now(reward)} if now(reward) <= then + 0.05 else None
+    before = now(reward[: len(reward) // 2])
+    return found | {"before": before, "reward": now(reward)} if now(reward) <= min(before + 0.05, 0.7) else None
 
 
 def entropy_rises(curves: Curves, config: dict) -> dict | None:
@@ -208,8 +204,8 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
     (
         "bad", "Entropy collapse", "entropy-collapse", entropy_collapse,
         "Entropy fell from {first:.2g} to {now:.2g}, below a seventh of its start since step {since}, and the reward "
-        "has not grown since ({then:.2f} then, {reward:.2f} now): the policy hardly explores. A lower learning rate, "
-        "--entropy_coef, clip-higher (--epsilon_high) or a KL term.",
+        "does not grow ({before:.2f} in the middle of the run, {reward:.2f} now): the policy hardly explores. A lower "
+        "learning rate, --entropy_coef, clip-higher (--epsilon_high) or a KL term.",
     ),
     (
         "watch", "Entropy rises", "entropy-rises", entropy_rises,
@@ -228,20 +224,13 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
     ),
     (
         "watch", "Failed calls", "failures", above("tools/failure_frequency", 0.2),
-        "{now:.0%} of the calls of tools fail since step {since}.",
-    ),
-    (
-        "watch", "Unreadable calls", "failures", above("tools/unreadable_frequency", 0.2),
-        "{now:.0%} of the calls cannot be read since step {since} (--tool_parser).",
+        "{now:.0%} of the calls of tools fail since step {since}. Can they be read (tools/unreadable_frequency)? If "
+        "not: --tool_parser.",
     ),
     (
         "watch", "No calls", "failures", no_calls,
         "There are tools, and no trajectory has called one since step {since}. Does the prompt ask for it, and can the "
         "model write calls? scripts/warm_start.py --tools teaches the form.",
-    ),
-    (
-        "watch", "Left out", "failures", above("sampling/left_out", 0.2),
-        "{now:.0%} of the tokens are left out of the loss since step {since}.",
     ),
     (
         "watch", "Never trained on", "failures", above("async/never_trained", 0.05),

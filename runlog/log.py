@@ -349,7 +349,7 @@ class RunLog:
         line = self._write(step, metrics | times)
         pace = (time.time() - self.began) / (step - self.first_step)
         left = pace * (self.num_steps - step) if self.num_steps else None
-        say(progress_text(line, self.num_steps, bool(self.cfg.distill_coef), left))
+        say(progress_text(line, self.num_steps, left))
         if completions and self.cfg.log_completions:
             self.completions(step, completions)
         if completions:
@@ -453,18 +453,16 @@ SHARES = {"frac_reward_zero_std": "silent groups", "completions/clipped_ratio": 
 SHARES |= {"tools/failure_frequency": "calls failed"}
 
 
-def progress_text(line: dict, num_steps: int | None, teaches: bool = True, left: float | None = None) -> str:
+def progress_text(line: dict, num_steps: int | None, left: float | None) -> str:
     """'step 12/30  reward 0.742  length 61  silent groups 25 %  312 tok/s  7.9 s: generate 39 %, ...  left 0:02:22'
 
-    teaches: whether a teacher, if there is one, is learned from. left: seconds to the end of the run.
+    left: seconds to the end of the run.
     """
     parts = [f"step {line['step']}" + (f"/{num_steps}" if num_steps else "")]
     by_domain = {key: key.split("/")[0] for key in line if key.endswith("/reward") and key.count("/") == 1}
     parts += [f"{name} {_short(line[key])}" for key, name in (SHOWN | by_domain).items() if line.get(key) is not None]
     parts += [f"failed {line['rollout/failed']}"] if line.get("rollout/failed") else []
-    taught = teaches and (line.get("distill/asked") or 0) > 0.5  # most tokens learn, whatever the rewards are
-    for key, label in SHARES.items():
-        parts += [f"{label} {line[key]:.0%}"] if (line.get(key) or 0) > 0.2 and not (taught and "zero" in key) else []
+    parts += [f"{label} {line[key]:.0%}" for key, label in SHARES.items() if (line.get(key) or 0) > 0.2]
     if "time/tokens_per_second" in line:
         parts.append(f"{line['time/tokens_per_second']:.0f} tok/s")
     seconds = phases(line)

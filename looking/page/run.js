@@ -1,10 +1,10 @@
 // Runs while they train. Of one: what stands out in words, its curves, where the time goes, its settings. Of several:
 // their curves over each other, and the settings that differ.
-import { age, duration, h, inlined, link, poll, remember, said, short } from "./dom.js";
+import { age, duration, h, link, poll, remember, said, short } from "./dom.js";
 import { Chart, swatch } from "./charts.js";
 import { stateOf } from "./runs.js";
 
-const AXES = { step: "step", tokens: "tokens of prompts and completions", seconds: "seconds of training steps" };
+const AXES = { step: "step", tokens: "tokens, prompts included", seconds: "seconds of steps" };
 
 const tile = (label, value, note) =>
   h("div", { class: "card tile" }, h("p", { class: "dim" }, label), h("div", { class: "big" }, value), h("p", { class: "dim" }, note));
@@ -16,7 +16,7 @@ function tiles(run) {
     tile(`held out, ${run.metric || "score"}`, moved ? `${short(run.first)} → ${short(run.last)}` : short(run.last), "first and last"),
     tile("training reward", short(run.reward), "last step"),
     tile("progress", `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, left),
-    tile("time", duration(run.seconds), ["from the first line to the last, ", age(run.updated)]),
+    tile("time", duration(run.seconds), "from the first line to the last"),
     tile("speed", `${short(run.tokens_per_second)} tok/s`, "prompts and completions, whole step"),
   ];
 }
@@ -46,8 +46,7 @@ export function runView(content, parameters, signal) {
   const settings = h("div");
   content.append(
     h("div", { class: "bar" }, h("h1", {}, alone ? said(names[0]) : "Runs over each other"), state, h("span", { class: "space" }),
-      h("label", {}, "x: ", axis), h("label", {}, "smoothing ", slider, " ", amount),
-      alone && !inlined ? h("a", { class: "button", href: link("trajectories", { run: names[0] }) }, "Trajectories") : null),
+      h("label", {}, "x: ", axis), h("label", {}, "smoothing ", slider, " ", amount)),
     head, notes, ...(alone ? [top, grid, settings] : [settings, top, grid]));
   const keep = () => remember("run", { run: names, x: axis.value, smooth: smooth || null });
   const again = poll("run", () => ({ run: names, x: axis.value }), 2000, (found) => { data = found; draw(); }, signal);

@@ -19,7 +19,7 @@ export async function trajectoriesView(content, parameters, signal) {
   kind.value = parameters.get("kind") in KINDS ? parameters.get("kind") : "completions";
   const among = h("select", { class: "step", "aria-label": "Step", onchange: () => open(Number(among.value)) });
   const domain = h("select", { "aria-label": "Domain", onchange: () => filter() });
-  const text = h("input", { type: "search", placeholder: "text in prompt, turns, completion", "aria-label": "Search", value: parameters.get("text") ?? "",
+  const text = h("input", { type: "search", placeholder: "text of prompt or turns", "aria-label": "Search", value: parameters.get("text") ?? "",
     oninput: () => { clearTimeout(typing); typing = setTimeout(filter, 250); } });
   const count = h("span", { class: "dim", role: "status" });
   const head = h("tr");
