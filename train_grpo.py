@@ -153,7 +153,7 @@ def train(
     make_collector = make_collector or Collector
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
-    collector, saver = make_collector(run, cfg), checkpoints.Saver(run.run_dir, cfg.save_total_limit)
+    collector = make_collector(run, cfg)
     policy, generator, log, state, rank = run.policy, run.generator, run.log, run.state, torch.distributed.get_rank()
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the training steps that made them
@@ -218,7 +218,8 @@ def train(
             cfg = adapt(cfg, metrics) if learns else cfg
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
-        saver.poll(run.memory)  # a checkpoint that could not be written ends the run, and a memory that none can keep
+        if step == run.first:
+            checkpoints.kept(run.memory)  # what no checkpoint can keep is said now
         metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
         state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if logs:
@@ -231,9 +232,11 @@ def train(
             last_eval = evaluation(step + 1)
         if saves:
             weights, adapter = saved_weights(policy, run.inner, cfg, generator.weight_dtype)
-            saver.save(step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, run.memory, adapter)
+            checkpoints.save_checkpoint(
+                run.run_dir, step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, run.memory,
+                cfg.save_total_limit, adapter,
+            )  # fmt: skip
 
-    saver.wait()
     collector.close()
     generator.close()
     if log:

@@ -7,12 +7,11 @@
         trainer/rank_R.pt                                random state of rank R, and its `memory` (after_rollout)
         trainer/state.json                               step, counters, and what the run was trained with (resume.py)
 
-What changes is copied, then written while training goes on. The folder is called incomplete_step_N until all of it is
-there. To resume is to unpickle, which can run code: resume from what your own runs wrote.
+Training waits for it. The folder is called incomplete_step_N until all of it is there. To resume is to unpickle, which
+can run code: resume from what your own runs wrote.
 """
 
 import copy
-import datetime
 import inspect
 import io
 import json
@@ -20,10 +19,7 @@ import os
 import random
 import re
 import shutil
-import threading
-import time
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -33,11 +29,10 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import utils
 from config import ConfigError
@@ -45,7 +40,6 @@ from inputs.parameters import as_in_a_checkpoint
 from runlog.storable import text_of
 
 FORMAT = 2
-LIMIT = 3600.0  # seconds that writing a checkpoint may take
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -75,17 +69,14 @@ def train_state(modules: dict, new: Iterable[str] = ()) -> dict:
     is trained; without one, all of it. new: names whose optimizer has made no update, and so has no state."""
     state = {}
     for name, (module, optimizer) in modules.items():
-        if optimizer is None:
-            state[name] = {"model": get_model_state_dict(module)}
-            continue
-        weights, moments = get_state_dict(module, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+        options = StateDictOptions(ignore_frozen_params=optimizer is not None)
         # Weights in 4 bits are left out, their scales are not.
         packed = [n.removeprefix("module.") for n, p in module.named_parameters() if not p.is_floating_point()]
         scales = tuple(f"{name}." for name in packed)
-        weights = {key: weight for key, weight in weights.items() if not key.startswith(scales)}
-        state[name] = {"model": weights} | ({} if name in new else {"optimizer": moments})
-        if name in new:  # torch has made one to find out its shapes
-            optimizer.state.clear()
+        weights = get_model_state_dict(module, options=options)
+        state[name] = {"model": {key: weight for key, weight in weights.items() if not key.startswith(scales)}}
+        if optimizer is not None and name not in new:
+            state[name]["optimizer"] = get_optimizer_state_dict(module, optimizer, options=options)
     return state
 
 
@@ -96,161 +87,89 @@ def without_update(modules: dict) -> set[str]:
 
 
 def save_checkpoint(
-    run_dir: Path, step: int, modules: dict, hf_model, buckets, tokenizer, state: dict, memory: dict, keep: int
-) -> Path:
-    """Write checkpoints/step_N and wait for it; see `Saver`, which does not wait."""
-    saver = Saver(run_dir, keep)
-    saver.save(step, modules, hf_model, buckets, tokenizer, state, memory)
-    saver.wait()
-    return folder_of(run_dir, step)
+    run_dir: Path, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict,
+    keep: int, adapter=None,
+) -> Path:  # fmt: skip
+    """Write checkpoints/step_N: modules["policy"] for `from_pretrained`, and the state of all {name: (module, its
+    optimizer or None)} in `trainer/`. Collective; an error on one rank is raised on all.
 
-
-class Saver:
-    """Writes checkpoints of a run, one at a time, while it goes on. All ranks make one and call its methods, in the
-    same order; an error on one rank is raised on all.
-
-    run_dir: a folder that all ranks see. keep: this many checkpoints stay. A checkpoint is complete as soon as it is
-    written, whether anybody asks or not; that a write failed is told by `poll`. What a process that ends was writing is
-    cleared away by the next Saver.
+    run_dir: a folder that all ranks see. buckets: lists of (name, full tensor) of the policy, an iterable that all
+    ranks walk in step; rank 0 holds all of them in CPU memory. state: plain JSON values that come back from
+    `load_checkpoint`; memory: what `after_rollout` fills. keep: so many checkpoints stay. adapter: PEFT's config of the
+    adapter that the buckets are, in place of all weights.
     """
+    final = folder_of(run_dir, step)
+    partial = final.with_name(f"incomplete_{final.name}")
+    weights: dict[str, torch.Tensor] = {}
 
-    def __init__(self, run_dir: Path, keep: int):
-        self.run_dir, self.keep, self.tried = Path(run_dir), keep, False
-        self.future: Future | None = None  # of this rank's part of trainer/state
-        self.thread: threading.Thread | None = None  # rank 0's, for the rest
-        self.error: BaseException | None = None
-        # A group of its own: torch's thread and the training's would meet in one.
-        limit = datetime.timedelta(seconds=LIMIT)
-        self.group = dist.new_group(backend="gloo", timeout=limit) if dist.is_initialized() else None
-        if utils.is_main():
-            self._clear()
+    def begin() -> None:
+        clear(run_dir)  # before anything is written: where the disk was full, its room is needed
+        (partial / "trainer").mkdir(parents=True)
 
-    def save(
-        self, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict, adapter=None
-    ) -> None:
-        """Begin checkpoints/step_N when the one before is complete: modules["policy"] for `from_pretrained`, and the
-        state of all {name: (module, its optimizer or None)} in `trainer/`. They may change as soon as it returns.
+    def complete() -> None:
+        text = json.dumps(state | {"step": step, "format": FORMAT})
+        (partial / "trainer/state.json").write_text(text, encoding="utf-8")
+        tokenizer.save_pretrained(partial)
+        save_weights(partial, hf_model, weights, adapter)
+        remove(final)
+        os.replace(partial, final)
+        for old in steps_saved(run_dir)[:-keep]:
+            remove(folder_of(run_dir, old))
 
-        buckets: lists of (name, full tensor) of the policy, an iterable that all ranks walk in step; rank 0 holds all
-        of them in CPU memory until they are written. state: plain JSON values that come back from `load_checkpoint`;
-        memory: what `after_rollout` fills. adapter: PEFT's config of the adapter that the buckets are, in place of all
-        weights.
-        """
-        self.wait()
-        self.begun = time.monotonic()
-        self.final = folder_of(self.run_dir, step)
-        self.partial = self.final.with_name(f"incomplete_{self.final.name}")
-        self._together(self._begin, main=True)
-        weights: dict[str, torch.Tensor] = {}
-        for bucket in buckets:
-            weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket if utils.is_main()}
+    together(begin, final, main=True)
+    for bucket in buckets:
+        weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket if utils.is_main()}
+    together(lambda: torch.save(own_state(memory), partial / f"trainer/rank_{rank()}.pt"), final)
+    tensors = train_state(modules, without_update(modules))
+    together(lambda: dcp.save(tensors, checkpoint_id=partial / "trainer/state"), final)
+    together(complete, final, main=True)
+    return final
 
-        def others() -> None:
-            text = json.dumps(state | {"step": step, "format": FORMAT})
-            (self.partial / "trainer/state.json").write_text(text, encoding="utf-8")
-            tokenizer.save_pretrained(self.partial)
-            if adapter is None:
-                save_config(self.partial, hf_model, max(weights.values(), key=torch.Tensor.numel).dtype)
-            else:
-                adapter.save_pretrained(self.partial)
 
-        self._together(lambda: torch.save(own_state(memory), self.partial / f"trainer/rank_{rank()}.pt"))
-        self._together(others, main=True)
-        if adapter is None:
-            if utils.is_main():  # what from_pretrained has renamed and joined is known where the model is
-                weights = dict(as_in_a_checkpoint(hf_model, list(weights.items())))
-            self._together(lambda: check_names(hf_model, weights), main=True)
-        state_folder = self.partial / "trainer" / "state"
-        tensors = train_state(modules, without_update(modules))
-        self.future = self._written(tensors, state_folder, modules)
-        if utils.is_main():
-            names = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
-            self.thread = threading.Thread(target=self._complete, args=(weights, names, bool(adapter)), daemon=True)
-            self.thread.start()
+def together(action: Callable[[], None], final: Path, main: bool = False) -> None:
+    """Do it, on rank 0 only if `main`; an error is raised on every rank. final: the checkpoint."""
+    error = None
+    try:
+        if utils.is_main() or not main:
+            action()
+    except (Exception, dcp.api.CheckpointException) as caught:  # the second is no Exception
+        clear(final.parent.parent)
+        free = shutil.disk_usage(final.parent).free / 2**30
+        error = RuntimeError(
+            f"The checkpoint {final} could not be written; those before it are as they were. "
+            f"{(text_of(caught).strip() or type(caught).__name__).splitlines()[-1]} There are {free:.1f} GiB free in "
+            f"{final.parent}; --save_total_limit keeps fewer checkpoints."
+        )
+        error.__cause__ = caught
+    utils.raise_together(error, "Saving a checkpoint")
 
-    def _written(self, tensors: dict, folder: Path, modules: dict) -> Future:
-        """Of FSDP1 torch makes no copy of shards: they are written before the loop goes on."""
-        how = dict(checkpoint_id=folder, process_group=self.group)
-        if not any(isinstance(part, FSDP) for module, _ in modules.values() for part in module.modules()):
-            return dcp.async_save(tensors, **how)
-        future: Future = Future()
-        try:
-            future.set_result(dcp.save(tensors, **how))
-        except (dcp.api.CheckpointException, RuntimeError, OSError) as error:  # the first is no Exception
-            future.set_exception(error)
-        return future
 
-    def _begin(self) -> None:
-        self._clear()  # before anything is written: where the disk was full, its room is needed
-        (self.partial / "trainer").mkdir(parents=True)
+def clear(run_dir: Path) -> None:
+    """Away with what a process that ended was writing."""
+    for half in Path(run_dir).glob("checkpoints/incomplete_*"):
+        shutil.rmtree(half, ignore_errors=True)
 
-    def _complete(self, weights: dict, names: str, alone: bool) -> None:
-        """Rank 0's thread: the model's files, then, when all ranks have written theirs, the folder's name."""
-        try:
-            # Parts of what a layer holds joined share its memory, which safetensors refuses.
-            whole = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in weights.items()}
-            size = 2**60 if alone else 5 * 10**9  # PEFT reads one file
-            save_torch_state_dict(whole, self.partial, filename_pattern=names, max_shard_size=size)
-            self.future.result(LIMIT)
-            self._remove(self.final)
-            os.replace(self.partial, self.final)
-            for old in steps_saved(self.run_dir)[: -self.keep]:
-                self._remove(folder_of(self.run_dir, old))
-        except BaseException as error:  # torch's is no Exception; `poll` raises it on all ranks
-            self.error = error
 
-    def _remove(self, folder: Path) -> None:
-        """By another name: what is half removed when the process is killed must not look like a checkpoint."""
-        if folder.exists():
-            os.replace(folder, away := folder.with_name(f"incomplete_removed_{folder.name}"))
-            shutil.rmtree(away)
+def remove(folder: Path) -> None:
+    """By another name: what is half removed when the process is killed must not look like a checkpoint."""
+    if folder.exists():
+        os.replace(folder, away := folder.with_name(f"incomplete_removed_{folder.name}"))
+        shutil.rmtree(away)
 
-    def poll(self, memory: dict | None = None) -> bool:
-        """Whether nothing is under way. RuntimeError if a rank failed.
 
-        memory: what checkpoints will have to keep; ValueError if they cannot, in the first step that fills it.
-        """
-        if memory and not self.tried:
-            self.tried = bool(kept(memory))
-        if self.future is None:
-            return True
-        done = self.future.done() and not (self.thread and self.thread.is_alive())
-        error = self.error or (self.future.exception() if done else None)
-        if not done and time.monotonic() - self.begun > LIMIT:
-            error = TimeoutError(f"it was not written in {LIMIT:.0f} s. Does its disk answer?")
-        self._raise(error)
-        if all(utils.gather_objects(done)):
-            self.future = self.thread = None
-        return self.future is None
-
-    def wait(self) -> None:
-        """Until no checkpoint is under way."""
-        while not self.poll():
-            time.sleep(0.1)
-
-    def _clear(self) -> None:
-        for half in self.run_dir.glob("checkpoints/incomplete_*"):
-            shutil.rmtree(half, ignore_errors=True)
-
-    def _together(self, action, main: bool = False) -> None:
-        """Do it, on rank 0 only if `main`; an error is raised on every rank."""
-        error = None
-        try:
-            if utils.is_main() or not main:
-                action()
-        except Exception as caught:  # of pickling, tokenizers, disks; raised right below
-            error = caught
-        self._raise(error)
-
-    def _raise(self, error: BaseException | None) -> None:
-        said = None if error is None else (text_of(error).strip() or type(error).__name__).splitlines()[-1]
-        if any(faults := utils.gather_objects(said)):
-            if utils.is_main():
-                self._clear()
-            raise RuntimeError(
-                f"The checkpoint {self.final} could not be written; those before it are as they were. "
-                f"{next(filter(None, faults))} {room(self.final.parent)}"
-            ) from error
+def save_weights(path: Path, hf_model, weights: dict[str, torch.Tensor], adapter) -> None:
+    """For `from_pretrained`: the weights of the whole model, or of an adapter, as PEFT's."""
+    size, names = 5 * 10**9, "model{suffix}.safetensors"
+    if adapter is None:
+        save_config(path, hf_model, max(weights.values(), key=torch.Tensor.numel).dtype)
+        weights = dict(as_in_a_checkpoint(hf_model, list(weights.items())))
+        check_names(hf_model, weights)
+    else:
+        adapter.save_pretrained(path)
+        size, names = 2**60, "adapter_model{suffix}.safetensors"  # PEFT reads one file
+    # Parts of what a layer holds joined share its memory, which safetensors refuses.
+    whole = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in weights.items()}
+    save_torch_state_dict(whole, path, filename_pattern=names, max_shard_size=size)
 
 
 def check_names(hf_model, weights: dict[str, torch.Tensor]) -> None:
@@ -284,11 +203,6 @@ def own_state(memory: dict) -> dict:
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "memory": kept(memory)}
 
 
-def room(folder: Path) -> str:
-    free = shutil.disk_usage(folder).free / 2**30
-    return f"There are {free:.1f} GiB free in {folder}; --save_total_limit keeps fewer checkpoints."
-
-
 def save_config(path: Path, hf_model, dtype: torch.dtype) -> None:
     """What an ordinary `from_pretrained` folder says of the model, besides its weights, which are of `dtype`: what the
     model's own files say, not what this run has changed for itself, as dropout. Many published models have settings of
@@ -315,7 +229,7 @@ def save_model(path: Path, hf_model, processor) -> None:
 
 
 def read_state(run_dir: Path, step: int) -> dict:
-    """What `Saver.save` was given as `state`, and the step."""
+    """What `save_checkpoint` was given as `state`, and the step."""
     folder = folder_of(run_dir, step)
     try:
         state = json.loads((folder / "trainer/state.json").read_text(encoding="utf-8"))
@@ -333,7 +247,7 @@ REMEDY = "Move it away to go on from the checkpoint before it, if there is one."
 
 
 def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict) -> dict:
-    """Put weights, optimizers, random state and memory back where `Saver.save` took them; returns its `state`."""
+    """Put weights, optimizers, random state and memory back where `save_checkpoint` took them; returns its `state`."""
     folder, counters = folder_of(run_dir, step), read_state(run_dir, step)
     settings = {name: own_settings(optimizer) for name, (_, optimizer) in modules.items() if optimizer is not None}
     try:

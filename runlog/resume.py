@@ -112,16 +112,12 @@ def check_seen(run_dir: Path, lock) -> None:
     lock. Collective."""
     if lock is not None:
         os.fsync(lock.fileno())  # a network file system may keep it back while the file is locked
-
-    def text() -> str | None:
-        path = run_dir / "lock"
-        return path.read_text(errors="replace", encoding="utf-8") if path.is_file() else None
-
-    wanted, deadline = utils.gather_objects(text())[0], time.monotonic() + SEEN_SECONDS
-    while text() != wanted and time.monotonic() < deadline:
+    path = run_dir / "lock"
+    wanted, deadline = utils.gather_objects(lock and path.read_bytes())[0], time.monotonic() + SEEN_SECONDS
+    while not (seen := path.is_file() and path.read_bytes() == wanted) and time.monotonic() < deadline:
         time.sleep(0.2)
-    ranks = utils.gather_objects((socket.gethostname(), text()))
-    if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if seen != wanted]:
+    ranks = utils.gather_objects((socket.gethostname(), seen))
+    if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]:
         raise ConfigError(
             f"--output_dir={run_dir.parent}: {', '.join(blind[:8])} see(s) no run folder {run_dir.resolve()} of rank "
             f"0 on {ranks[0][0]}. All ranks write checkpoints to it: give a folder that every node has mounted."
@@ -135,12 +131,10 @@ def differences(state: dict, now: dict, cfg: TrainConfig) -> list[str]:
         fewer = "; `memory` of after_rollout on ranks that are gone is forgotten" * (saved["ranks"] > now["ranks"])
         lines.append(f"ranks {saved['ranks']} -> {now['ranks']}: other random numbers and orders of sums{fewer}")
     old, new = public_config(type(cfg)()) | saved["settings"], now["settings"]  # one that came later was its default
-    adapted = {"beta": cfg.kl_target, "entropy_coef": cfg.entropy_target}
     for name in {**new, **saved["settings"]}:
         longer = name == "max_steps" and cfg.lr_schedule == "constant" and not 0 < (cfg.warmup_steps or 0) < 1
         if old.get(name) != new.get(name) and not longer:
-            unused = ": not used, the run goes on with the value it had adapted" * (adapted.get(name) is not None)
-            lines.append(f"{name} {old.get(name)} -> {new.get(name)}{unused}")
+            lines.append(f"{name} {old.get(name)} -> {new.get(name)}")
     if saved["rows"] != now["rows"]:
         lines.append("the rows changed, or their order: of the pass over them that is under way some repeat or miss")
     if saved["held-out rows"] != now["held-out rows"]:

@@ -161,7 +161,7 @@ def broken(short, request):
     return SimpleNamespace(run=run, step=run / "checkpoints" / "step_4", folder=short.folder, resume=resume)
 
 
-def test_a_write_that_fails_beside_training_ends_the_run(short):
+def test_a_write_that_fails_ends_the_run(short):
     """A disk that takes 4 MiB a file."""
     name, flags = "small_disk", ["--run_name", "small_disk", "--max_steps", "60", "--save_steps", "1"]
     with running(trainer(short.folder / f"{name}.log", *short.args, *flags)) as run:
@@ -236,4 +236,4 @@ def test_memory_comes_back_and_what_no_checkpoint_can_keep_is_said_at_once(tmp_p
     checkpoints.load_own(tmp_path, back := {})
     assert repr(back) == repr(memory) and type(back["mean"]) is np.float64
     with pytest.raises(ValueError, match="what a checkpoint cannot keep"):
-        checkpoints.Saver(tmp_path, 1).poll({"f": lambda: 0})
+        checkpoints.kept({"f": lambda: 0})
