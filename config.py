@@ -122,7 +122,7 @@ class TrainConfig:
     tool_timeout: float = 30.0  # seconds a call may take, and each method of an environment
     max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
-    # of an agent, where the template leaves earlier thinking out: append all the same, or fork a row; unset: fork
+    # where the template leaves earlier thinking out: append all the same, or fork a row; unset: fork, of agents alone
     on_rewrite: Literal["append", "fork"] | None = None
     agent: str | None = None  # file.py:function(row, endpoint) or a command that asks the model by OpenAI's API
     agent_timeout: float = 600.0  # seconds one trajectory of an agent may take

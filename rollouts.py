@@ -17,7 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from config import ConfigError, TrainConfig, known_name, shorten
@@ -25,16 +25,27 @@ from data import LOOKED_AT, has_column
 from envs import ToolEnvironment, adapters
 from envs.adapters import put_away, take_environment
 from envs.base import call_environment, checked_step, reset, state_of
+from envs.formats import outside_thinking
 from envs.playing import main
 from inputs.parts import PartError
 from inputs.pictures import PictureError
-from inputs.prompts import SCHEMAS, begun_in, found_in, own_kwargs, own_schemas, prompt_messages, with_tools
+from inputs.prompts import (
+    SCHEMAS,
+    begun_in,
+    drops_thinking,
+    found_in,
+    own_kwargs,
+    own_schemas,
+    prompt_messages,
+    with_tools,
+)
 from inputs.trajectory import (
     LARGEST,
     RowError,
     Trajectory,
     TrajectoryError,
     calls_in,
+    end_to_end,
     failed_trajectory,
     joined,
     known_scores,
@@ -158,8 +169,6 @@ def check_rollout(cfg: TrainConfig) -> None:
         from envs.agents import check_agent
 
         check_agent(cfg)
-    if cfg.on_rewrite and not cfg.agent and not cfg.domain:
-        raise ConfigError("--on_rewrite is for an --agent; with an environment the model goes on behind what it said.")
     if cfg.on_rewrite == "fork" and (cfg.teacher_urls or cfg.teacher_prompt):
         raise ConfigError("--on_rewrite fork: a teacher's server is told of one row; use --on_rewrite append.")
     if cfg.rollout == "multi_turn":
@@ -426,17 +435,18 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     processor = generator.tokenizer
     messages = await reset(environment, row, cfg, processor)
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
-    observe = functools.partial(observed, **own_kwargs(row))
+    given = own_kwargs(row)
+    observe, drops = functools.partial(observed, **given), functools.partial(drops_thinking, **given)
     prompt = so_far = build_prompt(row, generator, cfg, shown)
-    turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], None, [], "stop"
-    limit = len(prompt.token_ids) + cfg.max_completion_length
+    turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], [None], [], "stop"
+    rows, limit, thinks = [], len(prompt.token_ids) + cfg.max_completion_length, False  # rows that ended; of the next
     home: dict = {}  # the server that has the turns so far
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
         opened = begun_in(so_far.token_ids, processor, cfg)
         sample = await sample_turn(so_far, limit - len(so_far.token_ids), generator, cfg, home)
-        experts = joined(experts, sample)
+        experts[-1] = joined(experts[-1], sample)
         turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
         spans += spans_of(sample, len(mask))
         so_far = continued(so_far, sample.token_ids)
@@ -452,21 +462,36 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         if done or number + 1 == cfg.max_turns:
             break
         state = await state_of(environment, row, cfg)
-        answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
-        added = len(answered.token_ids) - len(so_far.token_ids)
-        if len(answered.token_ids) >= limit:
+        thinks = thinks or outside_thinking(opened + turn["text"]) != opened + turn["text"]
+        forks = thinks and cfg.on_rewrite == "fork" and shown_to_model(drops, row, answers, processor, schemas)
+        if forks:  # what the template makes of it all is another context, and a row of its own
+            whole = shown | {"prompt": [*shown["prompt"], *said_in(turns), *answers]}
+            answered = build_prompt(row, generator, cfg, whole, math.inf)
+            added, room = len(answered.token_ids), cfg.max_prompt_length + cfg.max_completion_length
+        else:
+            answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
+            added, room = len(answered.token_ids) - len(so_far.token_ids), limit
+        if len(answered.token_ids) >= room:
             finish = "length"
             break
-        turn["observation"] = answers
+        if forks:
+            rows, experts = [*rows, so_far], [*experts, None]
+        turn["observation"], limit = answers, room
         so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
         states += [None] * added
     info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"], "spans": spans}
     info |= await judged(environment, turns, row, cfg)
     # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
-    seen = so_far if len(so_far.images) > len(prompt.images) else prompt
+    first, *others = [*rows, so_far]
+    seen = first if len(first.images) > len(prompt.images) else prompt
+    token_ids = sum((other.token_ids for other in others), first.token_ids[len(prompt.token_ids) :])
     info |= {"messages": sum(map(messages_of, turns), []), "model_inputs": seen.model_inputs}
     sent = so_far.sent_ids[len(prompt.sent_ids) :]  # for a teacher: as a server takes them
-    info |= {"routed_experts": experts, "sent": (prompt.sent_ids, sent, len(prompt.images))}
+    info |= {"routed_experts": end_to_end(experts), "sent": (prompt.sent_ids, sent, len(prompt.images))}
+    if rows:
+        lengths = accumulate((len(other.token_ids) for other in others[:-1]), initial=len(first.token_ids))
+        info["restarts"] = [length - len(prompt.token_ids) for length in lengths]
+        info["restart_inputs"] = [other.model_inputs for other in others]
     if any(state is not None for state in states):
         info["states"] = states
     if cfg.env:  # rewards may ask for it, as TRL's do for `environments`
@@ -475,7 +500,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
         row=row,
         group=group,
         prompt_ids=prompt.token_ids,
-        token_ids=so_far.token_ids[len(prompt.token_ids) :],
+        token_ids=token_ids,
         loss_mask=mask,
         logprobs=logprobs,
         token_rewards=[0.0] * len(mask),
@@ -517,6 +542,15 @@ async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) ->
     metrics = await call_environment(environment, "metrics", row, cfg)
     turns[-1]["reward"] += score or 0.0
     return {"metrics": metrics, "unscored": score is None and not any(turn["reward"] for turn in turns)}
+
+
+def said_in(turns: list[dict]) -> list[dict]:
+    """Turns as a chat template is given them again: the calls are in their text."""
+    said: list[dict] = []
+    for turn in turns:
+        answer = {"role": "assistant", "content": turn.get("begun", "") + turn["text"]}
+        said += [answer, *(turn["observation"] or ())]
+    return said
 
 
 def messages_of(turn: dict) -> list[dict]:

@@ -142,17 +142,22 @@ class Asks(Environment):
         return "Next?", 1.0, self.left < 0, {}
 
 
-def test_thinking_of_earlier_turns_stays_as_it_was_sampled():
-    """Qwen3's template takes it out before a new question; what the sampler was sent, and said, is trained on."""
-    tokenizer, cfg = tokenizer_of("qwen3"), TrainConfig(env="-", max_completion_length=300)
+@pytest.mark.parametrize("how, template, rows", [("append", "qwen3", 1), ("fork", "qwen2_5", 1), ("fork", "qwen3", 3)])
+def test_a_history_that_the_template_writes_anew_begins_a_row(how, template, rows):
+    """The model sees in training what it sees when it is used; what was sampled is there once with mask 1."""
+    tokenizer, cfg = tokenizer_of(template), TrainConfig(env="-", on_rewrite=how, max_completion_length=300)
     sampler = Scripted(tokenizer, ["<think>\nHm.\n</think>\n\nYes."])
     t = asyncio.run(play({"prompt": "?"}, 0, Asks(), sampler, cfg))
     assert trajectory_fault(t, sampler, cfg) is None and t.turns == 3
     trained = [token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask]
     assert trained == sum((turn["ids"] for turn in sampler.said), [])
-    for turn in sampler.said:
-        assert (t.prompt_ids + t.token_ids)[: len(turn["sent"]) + len(turn["ids"])] == turn["sent"] + turn["ids"]
-    assert tokenizer.decode(t.token_ids).count("Hm.") == 3
+    bounds = [-len(t.prompt_ids), *t.info.get("restarts", []), len(t.token_ids)]
+    whole = t.prompt_ids + t.token_ids
+    parts = [whole[a - bounds[0] : b - bounds[0]] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert len(parts) == rows
+    for turn in sampler.said:  # what the sampler was sent, and said, is the beginning of a row
+        assert any(part[: len(turn["sent"]) + len(turn["ids"])] == turn["sent"] + turn["ids"] for part in parts)
+    assert tokenizer.decode(parts[-1]).count("Hm.") == (3 if rows == 1 else 1)
     ends = [t.token_ids[turn["start"] : turn["end"]] for turn in t.info["turns"]]
     assert ends == [turn["ids"] for turn in sampler.said]
 
