@@ -342,18 +342,23 @@ class VLLMClient:
 
     def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
         """Send whole tensors, on any device, to every server; returns when they are in place. Matrices travel in the
-        server's dtype. Peak extra memory: the bucket once more, packed."""
+        server's dtype. Peak extra memory: the bucket once more."""
         if self.adapter is not None:
             self.tensors |= {name: tensor.detach().cpu().contiguous() for name, tensor in named}
             return
-        bucket, what = wire.pack(self.convert(named), self.weight_dtype, self.device)
-        told = {name: value for name, value in what.items() if name != "size" or self.engine == "torch"}
+        named = self.convert(named)
+        told, tensors, under_way = wire.announced(named, self.weight_dtype), iter(named), []
         calls = self._begin("POST", "/update_weights", [{"update_info": told}] * len(self.urls))
-        if self.engine == "torch":
-            wire.broadcast(self.group, bucket, self.timeout, calls)
-        else:
-            for _, tensor in wire.unpack(bucket, what["names"], what["dtype_names"], what["shapes"]):
-                self.group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        for piece, places in wire.pieces(told["dtype_names"], told["shapes"], self.device):
+            for place in places:
+                place.copy_(next(tensors)[1].detach())
+            if self.engine == "torch":
+                under_way.append(wire.begin_broadcast(self.group, piece))
+                continue
+            for place in places:
+                self.group.broadcast(place, src=0, stream=torch.cuda.current_stream())
+        for work in under_way:
+            wire.finish(work, self.timeout, calls)
         for call in calls:
             call.result()
 

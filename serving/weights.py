@@ -52,7 +52,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    size: int  # of the bucket in bytes
 
 
 class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -91,27 +90,30 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.cuda.synchronize()
 
     def receive_weights(self, info: UpdateInfo) -> None:
-        """One bucket, into the model. In fresh memory each time: layers that wait for more of theirs keep views of it.
-        ValueError names a tensor that has no place in the model."""
-        bucket = torch.empty(info.size, dtype=torch.uint8, device=self.over)
-        try:
-            wire.broadcast(self.group, bucket, self.seconds)
-        except BaseException:
-            self.shutdown()  # NCCL's kernel waits on, and whatever synchronises the GPU from now on would wait for it
-            raise
-        tensors = wire.unpack(bucket.to(self.device), info.names, info.dtype_names, info.shapes)
-        current = ""
+        """One bucket, into the model: what has come is loaded while the rest is under way. In new memory each time, as
+        layers that wait for more of theirs keep views of it. ValueError names what has no place in the model."""
+        parts = list(wire.pieces(info.dtype_names, info.shapes, self.over))
+        under_way = [wire.begin_broadcast(self.group, piece) for piece, _ in parts]
+        names, current = iter(info.names), ""
 
         def one_by_one() -> Iterator[tuple[str, Tensor]]:
             nonlocal current
-            for name, tensor in tensors:
-                current = name
-                yield name, tensor
+            for work, (_, tensors) in zip(under_way, parts, strict=True):
+                try:
+                    wire.finish(work, self.seconds)
+                except BaseException:
+                    self.shutdown()  # NCCL's kernel waits on, and whatever synchronises the GPU would wait for it
+                    raise
+                for tensor in tensors:
+                    current = next(names)
+                    yield current, tensor.to(self.device)
 
         try:
             with disable_mtp_completeness_check():
                 self.model.load_weights(one_by_one())
         except Exception as error:
+            if self.group is None:  # it did not come
+                raise
             shape = info.shapes[info.names.index(current)]
             raise ValueError(f"the server's model has no place for {current} {shape}: {error!r:.300}") from error
 

@@ -1,12 +1,13 @@
 """What both ends of a weight push do alike: the process group of trainer and workers, and how tensors lie in a bucket.
 
-A bucket is one flat uint8 tensor; names, dtypes and shapes are announced over HTTP. torch alone: the trainer has no
-vLLM, and a server none of the trainer.
+Names, dtypes and shapes of a bucket are announced over HTTP. It travels in pieces of some megabytes: while one is
+packed another is under way, and one that came is loaded. torch alone: the trainer has no vLLM, and a server none of the
+trainer.
 """
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALIGN = 16  # bytes: tensors begin at multiples, so that any dtype can be viewed in place
+PIECE = 2**24  # bytes, or one tensor more: so small that malloc has the memory from the last one
 
 
 def join(store, rank: int, world_size: int, backend: str, address: str, seconds: float):
     """The process group of the trainer (rank 0) and all servers' workers, outside torch's global one.
 
     gloo is bound to `address`, of this machine: host names that do not resolve are no obstacle. NCCL's own watchdog
-    would end the whole process, so it is put far off and `broadcast` keeps the time.
+    would end the whole process, so it is put far off and `finish` keeps the time.
     """
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -33,48 +35,50 @@ def join(store, rank: int, world_size: int, backend: str, address: str, seconds:
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def broadcast(group, bucket: Tensor, seconds: float, beside: Iterable[Future] = ()) -> None:
-    """`bucket` of rank 0 to all. TimeoutError or RuntimeError (gloo's: another end is gone) if it does not arrive; an
-    error of a call that runs beside it is raised at once."""
+def begin_broadcast(group, piece: Tensor) -> dist.Work:
+    """`piece` of rank 0 to all."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    work, deadline = group.broadcast([bucket], options), time.monotonic() + seconds
+    return group.broadcast([piece], options)
+
+
+def finish(work: dist.Work, seconds: float, beside: Iterable[Future] = ()) -> None:
+    """TimeoutError or RuntimeError (gloo's: another end is gone) if it does not arrive; an error of a call that runs
+    beside it is raised at once."""
+    deadline = time.monotonic() + seconds
     while not work.is_completed():
         for call in beside:
             if call.done():
                 call.result()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{bucket.numel() / 1e6:.1f} MB of weights did not travel within {seconds:g} s")
+            raise TimeoutError(f"weights did not travel within {seconds:g} s")
         time.sleep(0.0005)
     work.wait()
 
 
-def pack(named: list[tuple[str, Tensor]], narrow: torch.dtype, device: torch.device) -> tuple[Tensor, dict]:
-    """A new bucket on `device`, and its announcement. Matrices wider than `narrow`, the server's dtype, are rounded to
-    it; vectors keep theirs, since some servers keep norms and biases wider."""
-    starts, dtypes, end = [], [], 0
+def announced(named: list[tuple[str, Tensor]], narrow: torch.dtype) -> dict:
+    """A bucket's announcement. Matrices wider than `narrow`, the server's dtype, are rounded to it; vectors keep
+    theirs, since some servers keep norms and biases wider."""
+    dtypes = []
     for _, tensor in named:
         wide = tensor.is_floating_point() and tensor.ndim > 1 and tensor.dtype.itemsize > narrow.itemsize
-        dtypes.append(narrow if wide else tensor.dtype)
-        starts.append(end)
-        end += -(-tensor.numel() * dtypes[-1].itemsize // ALIGN) * ALIGN
-    bucket = torch.empty(end, dtype=torch.uint8, device=device)
-    for (_, tensor), dtype, start in zip(named, dtypes, starts, strict=True):
-        place = bucket[start : start + tensor.numel() * dtype.itemsize]
-        place.view(dtype).view(tensor.shape).copy_(tensor.detach())
-    what = {"names": [name for name, _ in named], "shapes": [list(tensor.shape) for _, tensor in named]}
-    return bucket, what | {"dtype_names": [str(dtype).removeprefix("torch.") for dtype in dtypes], "size": end}
+        dtypes.append(str(narrow if wide else tensor.dtype).removeprefix("torch."))
+    return {"names": [name for name, _ in named], "dtype_names": dtypes, "shapes": [list(t.shape) for _, t in named]}
 
 
-def unpack(bucket: Tensor, names: list[str], dtype_names: list[str], shapes: list) -> list[tuple[str, Tensor]]:
-    """The tensors of a bucket, where they lie."""
-    tensors, start = [], 0
-    for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+def pieces(dtype_names: list[str], shapes: list, device: torch.device) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """New memory for a bucket, piece by piece: a flat uint8 tensor, and the next tensors of the bucket as they lie in
+    it. Both ends cut alike."""
+    begun, size = [], 0
+    for number, (dtype_name, shape) in enumerate(zip(dtype_names, shapes, strict=True), start=1):
         dtype = getattr(torch, dtype_name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        tensors.append((name, bucket[start : start + size].view(dtype).view(shape)))
-        start += -(-size // ALIGN) * ALIGN
-    return tensors
+        end = size + torch.Size(shape).numel() * dtype.itemsize
+        begun.append((size, end, dtype, shape))
+        size = -(-end // ALIGN) * ALIGN
+        if size >= PIECE or number == len(shapes):
+            piece = torch.empty(size, dtype=torch.uint8, device=device)
+            yield piece, [piece[start:end].view(dtype).view(shape) for start, end, dtype, shape in begun]
+            begun, size = [], 0
 
 
 def local_address(host: str) -> str:

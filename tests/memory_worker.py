@@ -114,7 +114,8 @@ class Sender(VLLMClient):
 
     def send_bucket(self, named: list) -> None:
         if self.adapter is None:
-            wire.pack(named, self.weight_dtype, named[0][1].device)
+            told = wire.announced(named, self.weight_dtype)
+            list(wire.pieces(told["dtype_names"], told["shapes"], named[0][1].device))
 
     def finish_push(self, version: int) -> None:
         """There is nobody to tell."""

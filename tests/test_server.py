@@ -229,7 +229,8 @@ def test_a_push_in_mid_generation_is_told_by_spans(client, model):
 
     async def across():
         task = asyncio.ensure_future(client.generate(PROMPT, n=2, max_tokens=400, min_tokens=400))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
+        await client.generate(PROMPT, max_tokens=20, min_tokens=20)  # beside the others: by its end these are under way
         await asyncio.to_thread(push, client, named(new), 2)
         return await task
 
@@ -395,14 +396,22 @@ def test_why_a_server_takes_no_adapters_is_said(client, model):
 # ---- without a server ------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_is_unpacked_as_it_was_packed():
+@pytest.mark.parametrize("size, count", [(2**24, 1), (40, 2), (1, 4)])
+def test_both_ends_cut_a_bucket_alike(monkeypatch, size, count):
+    monkeypatch.setattr(wire, "PIECE", size)
     torch.manual_seed(0)
-    tensors = [("a", torch.randn(3, 5)), ("b", torch.randn(7)), ("c", torch.arange(3)), ("d", torch.randn(2, 1).half())]
-    bucket, what = wire.pack(tensors, torch.bfloat16, torch.device("cpu"))
-    what = json.loads(json.dumps(what))
-    assert what.pop("size") == len(bucket)
-    for (name, sent), (found, tensor) in zip(tensors, wire.unpack(bucket, **what), strict=True):
-        assert name == found and torch.equal(tensor, sent.bfloat16() if name == "a" else sent)
+    sent = [("a", torch.randn(3, 5)), ("b", torch.randn(7)), ("c", torch.arange(3)), ("d", torch.randn(2, 1).half())]
+    told = json.loads(json.dumps(wire.announced(sent, torch.bfloat16)))
+    names = told.pop("names")
+    here, there = (list(wire.pieces(**told, device=torch.device("cpu"))) for _ in range(2))
+    for place, (_, tensor) in zip(sum((places for _, places in here), []), sent, strict=True):
+        place.copy_(tensor)
+    for (piece, _), (other, _) in zip(here, there, strict=True):
+        other.copy_(piece)
+    came = sum((tensors for _, tensors in there), [])
+    assert len(there) == count and names == list("abcd")
+    assert torch.equal(came[0], sent[0][1].bfloat16())
+    assert all(torch.equal(one, tensor) for one, (_, tensor) in zip(came[1:], sent[1:], strict=True))
 
 
 @pytest.mark.parametrize(
