@@ -49,14 +49,13 @@ class Endpoint:
 
 def check_agent(cfg: TrainConfig) -> None:
     """ConfigError for an agent that is not there, or settings that it cannot work with."""
-    for flag in ("env", "tools", "mcp_config", "teacher_urls", "teacher_prompt", "system_prompt"):
+    own = ("env", "tools", "mcp_config", "teacher_urls", "teacher_prompt", "system_prompt", "no_apply_chat_template")
+    for flag in own:
         if getattr(cfg, flag):
             raise ConfigError(
-                f"--agent {cfg.agent} --{flag}: an agent brings its own tools and messages, which no teacher's server "
-                "is told; leave one of the two out."
+                f"--agent {cfg.agent} --{flag}: an agent brings its own tools and chat messages, which no teacher's "
+                "server is told; leave one of the two out."
             )
-    if cfg.no_apply_chat_template:
-        raise ConfigError("--agent --no_apply_chat_template: what agents send are chat messages; leave it out.")
     if function_path(cfg.agent):
         load_function(cfg.agent)
         return

@@ -23,6 +23,7 @@ said once by name. What cannot be answered, such as n = 2 or logprobs, is refuse
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -91,29 +92,19 @@ class Conversation:
         self.loop = asyncio.get_running_loop()
         self.rows: list[list[Exchange]] = []
         self.known: dict[int, Exchange] = {}  # by `keys_of` its messages, the answer included
-        self.under_way: set[asyncio.Task] = set()
+        self.under_way: list[concurrent.futures.Future] = []  # calls, those that have ended included
         self.fault = self.loop.create_future()  # what is wrong with the generator, which no agent can mend
         self.template = own_kwargs(row)
         self.home: dict = {}  # the server that has what came before
+
+    def fail(self, error: Exception) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(error)
 
     # ---- a call ----------------------------------------------------------------------------------------------------
 
     async def ask(self, body: dict) -> dict:
         """The answer to a call, as OpenAI's API has it. Refused if it cannot be answered."""
-        task = asyncio.current_task()
-        self.under_way.add(task)
-        try:
-            return await self.answered(body)
-        except Refused:
-            raise
-        except Exception as error:
-            if not self.fault.done():
-                self.fault.set_exception(error)
-            raise
-        finally:
-            self.under_way.discard(task)
-
-    async def answered(self, body: dict) -> dict:
         processor, cfg = self.generator.tokenizer, self.cfg
         try:
             check(body, cfg)
@@ -398,8 +389,8 @@ class Recorder:
     def close(self, key: str) -> None:
         """Calls that are under way end, later ones are refused."""
         conversation = self.conversations.pop(key)
-        for task in conversation.under_way:
-            task.cancel()
+        for asked in conversation.under_way:
+            asked.cancel()
         if not conversation.fault.done():
             conversation.fault.cancel()
 
@@ -421,6 +412,7 @@ class Recorder:
                 raise Refused("the body must be an object")
             # On the rollout's loop; a client that has gone is not answered, and what it asked for is not sampled.
             asked = asyncio.run_coroutine_threadsafe(conversation.ask(body), conversation.loop)
+            conversation.under_way.append(asked)
             gone = asyncio.ensure_future(disconnected(request))
             answer = asyncio.wrap_future(asked)
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -434,6 +426,7 @@ class Recorder:
         except asyncio.CancelledError:  # the conversation was closed meanwhile
             return Refused("the conversation has ended", 401, "invalid_api_key").response()
         except Exception as error:  # the generator's, which ends the run; its own message is said there
+            conversation.loop.call_soon_threadsafe(conversation.fail, error)
             return Refused(f"the trainer cannot sample: {error!r:.300}", 500).response()
         if not body.get("stream"):
             return JSONResponse(found)

@@ -36,7 +36,7 @@ MADE = {  # models that need no hub, and what makes them
 }
 # What the warm start has in common with the training.
 TASK = "dataset_id env tools mcp_config tool_parser max_turns max_turn_length max_prompt_length max_completion_length "
-TASK += "system_prompt max_pixels compute_dtype tokens_per_microbatch"
+TASK += "agent system_prompt max_pixels compute_dtype tokens_per_microbatch"
 
 
 def run(*command: str) -> None:

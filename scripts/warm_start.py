@@ -5,7 +5,9 @@
 
 A demonstration is a function (row, environment, answers) -> what a model might say next; `answers` holds the messages
 that came back after each turn so far. The environment (or the tools) answer it as they would a model, and the same code
-lays out the same tokens: only what was said is trained on. What it draws from python's `random` is seeded by --seed.
+lays out the same tokens: only what was said is trained on. With --agent `environment` is None, and `answers` are what
+its calls after the first one sent, as the chat template wrote it, in a message each. What a demonstration draws from
+python's `random` is seeded by --seed.
 The result is a `from_pretrained` folder, runs/NAME/checkpoints/step_N. Flags are train_grpo.py's; numbers that rest on
 a warm start should say so.
 """
@@ -44,12 +46,12 @@ import data
 import train_grpo as script
 import utils
 from config import function_path, load_function
-from envs import adapters, formats
+from envs import adapters, agents, formats
 from envs.adapters import put_away
 from inputs.processor import load_processor, with_template_kwargs
 from inputs.trajectory import Completion
 from inputs.vision import rope_index_of
-from rollouts import look_at, play
+from rollouts import look_at, play, sampling_options
 from runlog import checkpoints
 
 
@@ -63,6 +65,9 @@ class Demonstrator:
         self.function, self.row, self.environment, self.answers = function, row, environment, []
         self.stream, self.too_long = stream, too_long
         self.tokenizer, self.rope_index = processor, rope_index
+        self.asked = 0  # how often, by an agent
+        if environment is None:
+            return
         step = environment.step
 
         async def remembered(text):
@@ -74,9 +79,12 @@ class Demonstrator:
         environment.step = remembered
 
     async def generate(self, sent, *, n, max_tokens, expanded=None, **options) -> list[Completion]:
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
+        if self.environment is None and self.asked:
+            self.answers.append([{"role": "user", "content": tokenizer.decode(sent)}])
+        self.asked += 1
         random.seed(f"{self.stream} {len(self.answers)}")
         text = self.function(self.row, self.environment, self.answers)
-        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         reason = "stop" if len(ids) <= max_tokens else "length"
         self.too_long += [len(ids)] if reason == "length" else []
@@ -87,14 +95,17 @@ class Demonstrator:
 async def demonstrate(
     rows: list[dict], function, processor, rope_index, cfg: TrainConfig, step: int = 0, too_long: list | None = None
 ) -> list:
-    make, tasks, played = adapters.environment_maker(cfg), [], []
+    make, tasks, played = None if cfg.agent else adapters.environment_maker(cfg), [], []
     too_long = [] if too_long is None else too_long
     for group, row in enumerate(rows):
         for member in range(cfg.num_generations):
-            environment, stream = make(), f"{cfg.seed} {step} {group} {member}"
+            environment, stream = make and make(), f"{cfg.seed} {step} {group} {member}"
             shown = Demonstrator(function, row, environment, processor, rope_index, stream, too_long)
-            tasks.append(play(row, group, environment, shown, cfg))
-            played.append(environment)
+            if cfg.agent:
+                tasks.append(agents.play(row, group, shown, cfg, sampling_options(cfg)))
+            else:
+                tasks.append(play(row, group, environment, shown, cfg))
+                played.append(environment)
     trajectories = await asyncio.gather(*tasks)
     await asyncio.gather(*(put_away(environment, False, cfg) for environment in played))
     return trajectories

@@ -51,6 +51,25 @@ def test_demonstrations_that_are_cut_are_counted(processor):
         assert len(lengths) == cut and all(40 < length < 200 for length in lengths)
 
 
+def test_an_agent_is_shown_to(processor):
+    """It is answered as by a model, and computes: its second call has the result of the first one."""
+    example, answers_of = f"{ROOT}/examples/agent.py", []
+    cfg = TrainConfig(agent=f"{example}:run", tool_parser="tags", num_generations=2)
+    shows = load_function(f"{example}:demonstrate")
+
+    def calls_first(row, environment, answers):
+        answers_of.append(len(answers))
+        return shows(row, environment, answers) if answers else f"<calculator>{row['expression']}</calculator>"
+
+    rows = load_function(f"{ROOT}/examples/arithmetic.py:rows")("train", 0)[:3]
+    trajectories = asyncio.run(demonstrate(rows, calls_first, processor, None, cfg))
+    assert [t.info["turns"][-1]["reward"] for t in trajectories] == [1] * 6 and sorted(answers_of) == [0] * 6 + [1] * 6
+    for t in trajectories:
+        said = processor.decode([token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask])
+        ends = said.replace(processor.eos_token, "")
+        assert ends == f"<calculator>{t.row['expression']}</calculator><final_answer>{t.row['answer']}</final_answer>"
+
+
 @pytest.mark.slow
 def test_the_script_teaches_what_is_shown(tmp_path):
     example = f"{ROOT}/examples/arithmetic.py"
