@@ -173,7 +173,7 @@ def even(completion_ids, image, **_):
 
 def test_the_script_trains_it(tmp_path, caplog, monkeypatch):
     """Text rows among rows with images, each of which is processed once a step, however often it is sampled. One whose
-    pixels are damaged costs its row, and not the run."""
+    pixels are damaged is replaced by another."""
     (tmp_path / "task.py").write_text(ROWS, encoding="utf-8")
     cfg = TrainConfig(
         model_id=str(tiny_vlms.make("idefics3", tmp_path / "model")), generator="hf", compute_dtype="float32",
@@ -193,7 +193,7 @@ def test_the_script_trains_it(tmp_path, caplog, monkeypatch):
     steps = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
     # 6 of the 8 rows have an image that can be read, and the two that are evaluated; two for the check at start
     assert 6 + 2 <= len(loaded) <= 2 * 6 + 2 * 2 + 2
-    assert [line["rollout/failed"] for line in steps] == [4, 4]
+    assert all(line["rollout/failed"] == 0 and line["rollout/rows_left_out"] >= 1 for line in steps)
     assert "row 6 of those in use is left out" in caplog.text and "image 0 of a row cannot be read" in caplog.text
     after = load_file(tmp_path / "run" / "checkpoints" / "step_2" / "model.safetensors")
     for part in ("vision_model", "connector", "text_model"):
