@@ -177,8 +177,10 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft.tuners.lora import LoraLayer
 
     frozen = set(image_encoder(model).modules()) if cfg.freeze_vision and takes_images(model.config) else ()
-    left_out = [name for name, module in model.named_modules() if module in frozen] or None
-    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out, task_type="CAUSAL_LM")
+    left_out = [  # routers that are linear layers return more than a product (Llama 4, Phi-3.5-MoE)
+        name for name, part in model.named_modules() if part in frozen or type(part).__name__.endswith("Router")
+    ]
+    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out or None, task_type="CAUSAL_LM")
     try:  # adapters in float32, whatever --dtype the frozen weights have
         with names_as_they_are():
             adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))
