@@ -185,6 +185,9 @@ def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
         def next(self, step):
             return [0, 1]
 
+        def extra(self, step, round, count):
+            return []
+
     functions = {"environment": rewards.get_reward_function("environment")}
     trajectories, metrics = collected(rows, Sampler(), 3, generator, functions, cfg)
     lost = 0 if fault == "close" else 2
