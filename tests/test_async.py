@@ -65,6 +65,9 @@ class Fake:
     def next(self, draw):
         return range(draw * self.share, (draw + 1) * self.share)
 
+    def extra(self, draw, round, count):
+        return [0] * count
+
     async def sample_rows(self, rows, first, further, generator, functions, cfg, versions, step):
         (number,) = first
         self.begun.append(number)
