@@ -83,7 +83,7 @@ class Fake:
 
 
 def ahead(fake, cfg, first=0, memory=None):
-    sampler = SimpleNamespace(share=fake.share, next=fake.next)
+    sampler = SimpleNamespace(share=fake.share, next=fake.next, extra=fake.extra)
     given = dict(rows=[], sampler=sampler, generator=None, reward_functions={}, first=first)
     collector = Ahead(SimpleNamespace(**given, memory={} if memory is None else memory), cfg)
     collector.pushed(first, cfg)
