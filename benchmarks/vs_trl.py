@@ -10,7 +10,8 @@ tokens of a micro-batch, threads.
 
 Each run is a fresh process; the systems take turns. A second is one of wall clock between the ends of two steps, so
 logging counts and loading, the first step and the checkpoint at the end do not. Memory is the peak resident set
-(VmHWM) of the trainer's process up to the end of the last timed step; the server's is not in it.
+(VmHWM) of the trainer's process up to the end of the last timed step, on a GPU that of its allocator; the server's is
+not in it.
 A server is started for each repetition's runs and stopped after them: it does not sit beside the others.
 TRL samples in its own process: its vLLM path needs GPUs.
 
@@ -52,6 +53,7 @@ CASES = {
     "short": Case(prompts=8, generations=4, tokens=32, prompt_tokens=None, trl_microbatch=8),
     "long": Case(prompts=2, generations=8, tokens=64, prompt_tokens=400, trl_microbatch=8),
     "reasoning": Case(prompts=2, generations=8, tokens=512, prompt_tokens=50, trl_microbatch=8),
+    "gpu": Case(prompts=8, generations=16, tokens=128, prompt_tokens=None, trl_microbatch=16),
 }
 
 SYSTEMS = {
@@ -99,6 +101,7 @@ def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> float:
 
 def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path) -> None:
     """GRPOTrainer for `steps` steps; writes a line of json per step, with the keys of train_grpo.py."""
+    import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -131,6 +134,7 @@ def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path
             line = {"step": state.global_step, "time/unix": time.time(), "time/step": now - self.start, **spent}
             line["time/update"] = line["time/step"] - sum(spent.values())  # TRL computes no other log-probs here
             line["completions/mean_length"] = logs["completions/mean_length"]
+            line["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
             with metrics_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self.start = now
@@ -155,7 +159,7 @@ def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path
         report_to=[],
         logging_steps=1,
         save_strategy="no",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
     )
     rows = load_dataset("json", data_files=prompts, split="train")
     TimedTrainer(model=model, reward_funcs=reward, args=cfg, train_dataset=rows, callbacks=[Clock()]).train()
@@ -187,7 +191,8 @@ def our_command(model: str, prompts: str, case: Case, steps: int, folder: Path, 
         "print_samples_every": 0,
         **options,
     }
-    return [sys.executable, str(ROOT / "train_grpo.py"), *(f"--{name}={value}" for name, value in settings.items())]
+    flags = [*(f"--{name}={value}" for name, value in settings.items()), "--no-gradient_checkpointing"]
+    return [sys.executable, str(ROOT / "train_grpo.py"), *flags]
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -224,7 +229,10 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path)
         tail = "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-20:])
         raise RuntimeError(f"exit code {code}, {len(lines)} of {steps} steps: {' '.join(command)}\n{tail}")
     wall = [after["time/unix"] - before["time/unix"] for before, after in zip(lines, lines[1:], strict=False)]
-    return {"seconds": wall, "peak_rss": peak, "tokens": [line["completions/mean_length"] for line in lines]}
+    on_gpu = max(line.get("memory/peak_gb") or 0 for line in lines)
+    parts = {name: [round(line[f"time/{name}"], 2) for line in lines[1:]] for name in ("generate", "update")}
+    tokens = [line["completions/mean_length"] for line in lines]
+    return {"seconds": wall, "peak": on_gpu * 1e9 or peak, "tokens": tokens} | parts
 
 
 def run_one(system: str, name: str, args, folder: Path, server) -> dict:
@@ -263,7 +271,7 @@ def table(runs: list[dict]) -> str:
             if not mine:
                 continue
             seconds = sum((run["seconds"] for run in mine), [])
-            own = statistics.median(seconds), statistics.median(run["peak_rss"] for run in mine) / 2**30
+            own = statistics.median(seconds), statistics.median(run["peak"] for run in mine) / 2**30
             base = own if system == "trl" else base
             ratios = [f"{a / b:.2f}" for a, b in zip(own, base, strict=True)] if base else ["", ""]
             spread = f"{own[0]:.2f} ({min(seconds):.2f} - {max(seconds):.2f})"
@@ -276,7 +284,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "models" / "SmolLM2-135M-Instruct"))
     parser.add_argument("--reps", type=int, default=3, help="fresh processes of each system, in turn")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each run; one more goes before as warm-up")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--cases", nargs="+", default=["short", "long", "reasoning"], choices=CASES)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--trl_child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -296,7 +304,7 @@ def main() -> None:
                 for case in args.cases:
                     result = run_one(system, case, args, folder / f"{rep}_{system}_{case}", server)
                     runs.append({"system": system, "case": case} | result)
-                    print(f"{rep + 1}/{args.reps} {case} {system}: {result['seconds']}", flush=True)
+                    print(f"{rep + 1}/{args.reps} {case} {system}: {result}", flush=True)
             finally:
                 if server:
                     server.stop()

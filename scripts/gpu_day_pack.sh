@@ -62,7 +62,7 @@ prepare="mkdir -p $site $there models && cp -r TRIP/tiny models/ && cp TRIP/half
 join="cat $there/half_1 $there/half_2 > $there/$wheel; export PIP_NO_INDEX=1 PIP_FIND_LINKS=$there"
 cat <<END
 
-Both commands run in the root of the repository there; OUT is the folder for what comes back (figures.jsonl, logs.txt).
+Both commands run in the root of the repository there; OUT is the folder for what comes back (figures.jsonl, gpu_check.md).
 
 With $carried/trip_1, at most 400 seconds:
 ${prepare//TRIP/$carried/trip_1} && python3 scripts/gpu_day.py part1 --limit 380

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from hypothesis import settings
-from server_fixture import server  # noqa: F401
+from server_fixture import make_tiny, start_server
 
 from safety import secrets
 
@@ -28,6 +28,17 @@ def secrets_end_with_their_test():
     """A secret that was read stays in this process; the next test, of another file perhaps, must not send it."""
     with mock.patch.dict(secrets._read):
         yield
+
+
+@pytest.fixture(scope="session")
+def server():
+    """A live server of the tiny random Llama in fp32, window 512, with adapters."""
+    live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-lora")
+    try:
+        yield live.wait()
+    finally:
+        live.stop()
+    assert live.process.returncode == 0, "an orderly end"
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,10 @@ import json
 import os
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,8 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import sharding_worker  # noqa: E402
-from orphans import ends_with_us  # noqa: E402
+from live import EVEN, Process, running  # noqa: E402
 from ragged import SETTINGS, relative_difference, settled  # noqa: E402
+from server_fixture import start_server  # noqa: E402
 
 import train_grpo as script  # noqa: E402
 import train_ppo  # noqa: E402
@@ -331,28 +328,13 @@ def rows(family: str, machine: Machine) -> str:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-# Ends with this process, and what it has started with it.
-ALONE = dict(start_new_session=True, preexec_fn=ends_with_us())
-
-
 def called(words: list, log: Path, seconds: float, **env: str) -> tuple[int | None, str]:
     """(exit status, what it printed) of a command; a status of None: ended, as it was not done in time."""
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            [str(word) for word in words], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, **ALONE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env,
-        )  # fmt: skip
-    try:
-        status = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        status = None
-    finally:  # with what it started, also when this process is interrupted
+    with running(Process([str(word) for word in words], log, **env)) as process:
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
-    return status, log.read_text(errors="replace", encoding="utf-8")
+            return process.end(seconds), process.text
+        except AssertionError:
+            return None, process.text
 
 
 def visible(machine: Machine, ids: tuple[str, ...]) -> dict[str, str]:
@@ -390,8 +372,6 @@ def sharded(flags: str, machine: Machine) -> str:
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-
-EVEN = "def even(completion_ids, **_):\n    return [sum(t % 2 == 0 for t in i) / len(i) for i in completion_ids]\n"
 
 
 def run_steps(machine: Machine, name: str, words: list, seconds: float, ranks: int = 1, ids=None, **env) -> list[dict]:
@@ -452,44 +432,23 @@ def served(words: str, flags: str, gpus: int, machine: Machine) -> str:
     after each push are the trainer's only if the weights arrived."""
     if not (importlib.util.find_spec("vllm") and (machine.gpu or gpus == 1 and "sleep" not in flags)):
         raise Skipped("vLLM is not installed" if machine.gpu else "wants vLLM, and a GPU or two")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url, port = f"http://127.0.0.1:{free.getsockname()[1]}", free.getsockname()[1]
-    dtype, token = "bfloat16" if machine.gpu else "float32", secrets.token_hex(8)
-    command = f"vllm_server.py --model {TINY} --port {port} --dtype {dtype} --max-model-len 512 --enforce-eager {flags}"
-    command += f" --gpu-memory-utilization {0.5 if 'sleep' in flags else 0.3}" if machine.gpu else ""
-    env = {"VLLM_SERVER_TOKEN": token, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with open(machine.folder / "server.log", "wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, *command.split()], cwd=ROOT, stdout=log, stderr=log, **ALONE,
-            env=os.environ | env | visible(machine, machine.ids[-gpus:]),
-        )  # fmt: skip
+    dtype = "bfloat16" if machine.gpu else "float32"
+    memory = f"--gpu-memory-utilization {0.5 if 'sleep' in flags else 0.3}" if machine.gpu else ""
+    settings = f"--dtype {dtype} --max-model-len 512 --enforce-eager {flags} {memory}".split()
+    here = {"VLLM_CPU_KVCACHE_SPACE": "1"} | visible(machine, machine.ids[-gpus:])
+    server = start_server(TINY, *settings, **here)
     try:
-        wait_ready(server, f"{url}/health", token, 240 * machine.patience, machine.folder / "server.log")
+        server.wait(240 * machine.patience)
         name, ids = f"run-{secrets.token_hex(4)}", machine.ids[-1:] if "--colocate" in words else beside(machine, gpus)
-        flags = [*words.split(), "--generator", "vllm", "--server_urls", url, "--max_steps", "3", "--compute_dtype"]
+        more = f"{words} --generator vllm --server_urls {server.url} --max_steps 3 --compute_dtype {dtype}".split()
         ranks = 1 if "--colocate" in words else len(ids) if machine.gpu else 2
-        lines = run_steps(machine, name, [*flags, dtype], 150, ranks, ids, **env)
+        lines = run_steps(machine, name, more, 150, ranks, ids, VLLM_SERVER_TOKEN=server.token)
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.stop()
     assert [line["step"] for line in lines] == [1, 2, 3], f"steps {[line['step'] for line in lines]}"
     worst = max(line["sampling/logprob_diff_mean"] for line in lines)
     assert worst < (0.05 if machine.gpu else 1e-3) or "async" in words, f"mean |log-prob difference| {worst:.4f}"
     return f"{ranks} rank(s); mean |log-prob difference| at most {worst:.0e}; {by_phase(lines)}"
-
-
-def wait_ready(server: subprocess.Popen, url: str, token: str, seconds: float, log: Path) -> None:
-    request, deadline = (
-        urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"}),
-        time.monotonic() + seconds,
-    )
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(request, timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise AssertionError(f"the server was not ready in {seconds:.0f} s:\n{log.read_text(errors='replace')[-6000:]}")
 
 
 def demo(machine: Machine) -> str:
@@ -508,12 +467,13 @@ def demo(machine: Machine) -> str:
 # ---- sizes and speed -------------------------------------------------------------------------------------------------
 
 
-def shaped_folder(machine: Machine) -> Path:
-    """A folder with the config of a model: as wide as Qwen2.5-1.5B, with 4 of its 28 layers; on CPUs a small one."""
+def shaped_folder(machine: Machine, **more) -> Path:
+    """A folder with the config of a model: as wide as Qwen2.5-1.5B, with 4 of its 28 layers, or as `more` says; on CPUs
+    a small one."""
     shape = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12, vocab_size=151936)
     small = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, vocab_size=4000)
     shape = (shape if machine.gpu else small) | dict(num_hidden_layers=4, num_key_value_heads=2, model_type="qwen2")
-    shape |= dict(tie_word_embeddings=machine.gpu, architectures=["Qwen2ForCausalLM"])
+    shape |= dict(tie_word_embeddings=machine.gpu, architectures=["Qwen2ForCausalLM"]) | (more if machine.gpu else {})
     folder = Path(tempfile.mkdtemp(dir=machine.folder))
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""Live vLLM servers for tests: `server` is shared by the whole session, `start_server` starts one of your own.
+"""Live vLLM servers for tests: `server` (conftest.py) is shared by the whole session, `start_server` starts another.
 
 The shared server holds whatever weights were pushed last: a test that compares log-probs pushes its own first.
 """
@@ -12,9 +12,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
-import requests
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from forks import free_port  # noqa: E402
@@ -34,6 +31,8 @@ class Server:
 
     def request(self, method, path, token=None, **kwargs):
         """Any HTTP request with the right token, or with another one."""
+        import requests
+
         headers = {"Authorization": f"Bearer {token or self.token}"} | kwargs.pop("headers", {})
         return requests.request(method, self.url + path, headers=headers, timeout=60, **kwargs)
 
@@ -65,8 +64,7 @@ def start_server(model_dir, *arguments, **env: str):
     log = Path(tempfile.mkdtemp(prefix="test_server_")) / "log"
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", str(model_dir), "--port", str(port)]
     command += ["--exit-with-parent"]
-    # The engine computes in its own process, as on one GPU: a third process would import for 10 s of a core. vLLM's own
-    # choice for CPUs is one more; test_server_processes.py runs that.
+    # The engine computes in its own process, as on one GPU: a third process would import for 10 s of a core.
     command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
     with open(log, "w", encoding="utf-8") as out:
         how = dict(stdout=out, stderr=out, preexec_fn=ends_with_us())
@@ -79,14 +77,3 @@ def make_tiny():
     if not (TINY / "made_by.json").is_file():
         subprocess.run([sys.executable, str(ROOT / "scripts" / "make_models.py"), "tiny", str(TINY)], check=True)
     return TINY
-
-
-@pytest.fixture(scope="session")
-def server():
-    """A live server of the tiny random Llama in fp32, window 512, with adapters."""
-    live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "512", "--enable-lora")
-    try:
-        yield live.wait()
-    finally:
-        live.stop()
-    assert live.process.returncode == 0, "an orderly end"
