@@ -47,13 +47,11 @@ def become(command: list[str], log: Path, env: dict[str, str], folder: Path) -> 
     os.environ.update(env)
     os.chdir(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started this in the background
-    exit_at_once = os._exit
     sys.argv, sys.path[:] = command, [str((folder / command[0]).parent), *sys.path]
     try:
         runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends its processes without
-        os._exit = exit_at_once  # which it calls, and a script refuses until it has ended
 
 
 class Fork:

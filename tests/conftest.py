@@ -1,6 +1,5 @@
 """Fixtures that several test files share, and the tiers of tests (CONTRIBUTING.md)."""
 
-import random
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -50,18 +49,9 @@ def chromium() -> str:
     return found
 
 
-def pytest_addoption(parser):
-    parser.addoption("--third", metavar="SEED", type=int, help="a random third of the tests that are marked slow")
-
-
 def pytest_collection_modifyitems(config, items):
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
-    if (seed := config.getoption("third")) is not None:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        chosen = set(random.Random(seed).sample([item.nodeid for item in slow], len(slow) // 3))
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 @pytest.hookimpl(optionalhook=True)
