@@ -173,7 +173,7 @@ def steps(name: str, flags: str, machine: Machine) -> str:
 def beside_trl(machine: Machine) -> str:
     """Equal steps of train_grpo.py and TRL's GRPOTrainer, sampled in the process."""
     make(machine)
-    words = f"benchmarks/vs_trl.py --model {RANDOM} --systems trl hf --reps 1 "
+    words = f"benchmarks/vs_trl.py --model {RANDOM} --systems hf trl --reps 1 "
     words += "--cases gpu --steps 3" if machine.gpu else "--cases short --steps 1"
     text = in_ranks(machine, 1, words.split(), 110, OMP_NUM_THREADS="8")
     return "; ".join(line for line in text.splitlines() if "seconds" in line or line.startswith("|"))

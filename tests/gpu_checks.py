@@ -471,7 +471,7 @@ def shaped_folder(machine: Machine, **more) -> Path:
     """A folder with the config of a model: as wide as Qwen2.5-1.5B, with 4 of its 28 layers, or as `more` says; on CPUs
     a small one."""
     shape = dict(hidden_size=1536, intermediate_size=8960, num_attention_heads=12, vocab_size=151936)
-    small = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, vocab_size=4000)
+    small = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, vocab_size=4096)
     shape = (shape if machine.gpu else small) | dict(num_hidden_layers=4, num_key_value_heads=2, model_type="qwen2")
     shape |= dict(tie_word_embeddings=machine.gpu, architectures=["Qwen2ForCausalLM"]) | (more if machine.gpu else {})
     folder = Path(tempfile.mkdtemp(dir=machine.folder))
