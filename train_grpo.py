@@ -965,7 +965,7 @@ class Policy(nn.Module):
                 returned.append(self.balance(out.router_logits, inputs["attention_mask"]).expand(len(hidden)))
         return tuple(returned)
 
-    def head(self, hidden: Tensor, targets: Tensor, temperature: float, top: int) -> tuple[Tensor, ...]:
+    def head(self, hidden: Tensor, targets: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, ...]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
         logits = logits_of(self.hf_model, hidden, self.float32).float()  # [n, V]
         if self.never:
