@@ -197,7 +197,7 @@ def test_the_output_layer_in_float32_multiplies_in_it(monkeypatch):
     for dtype in ("auto", "float32"):
         _, inner = script.load_policy(replace(CFG, head_dtype=dtype), CPU)
         with torch.autocast("cpu", torch.bfloat16):
-            found[dtype] = inner.head(hidden, targets, 1.0)[0]
+            found[dtype] = inner.head(hidden, targets, 1.0, 0)[0]
     weight = inner.hf_model.lm_head.weight
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
     assert (found["float32"] - exact).abs().max() < 5e-6 < 1e-4 < (found["auto"] - exact).abs().max()
