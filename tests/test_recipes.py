@@ -90,9 +90,10 @@ def test_rows(name, databases, monkeypatch):
     assert len(train) + len(test) == len(given) - LEFT_OUT.get(name, 0) and test
     asked, held_out = ({str(row["prompt"]) for row in r if not {"image", "images"} & {*row}} for r in (train, test))
     assert not asked & held_out, "of pictures the questions may be the same"
-    tokenizer = types.SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(make_tiny()))
+    generator = types.SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(make_tiny()), rope_index=None)
+    cfg = TrainConfig(max_prompt_length=100_000)
     for row in train + test:
-        assert {"image", "images"} & set(row) or build_prompt(row, tokenizer, TrainConfig()).token_ids
+        assert {"image", "images"} & set(row) or build_prompt(row, generator, cfg).token_ids
     with pytest.raises(ConfigError, match="'train' and 'test'"):
         rows_of(spec, "validation")
 
