@@ -487,7 +487,7 @@ def sizes(machine: Machine) -> str:
         length = 256 if machine.gpu else 64
         words = f"--model_id {folder} --strategy {strategy} --prompts_per_step {4 * ranks} --num_generations 4 "
         words += f"--max_prompt_length {length} --max_completion_length {length} "
-        if not machine.gpu:  # small passes; plan.py takes the chunk of a GPU, which is larger
+        if not machine.gpu:  # small passes
             words += "--tokens_per_microbatch 320 --push_bucket_mb 1"
         out = folder / f"{strategy}.json"
         in_ranks(machine, ranks, ["tests/memory_worker.py", out, *words.split()], 200)
