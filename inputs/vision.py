@@ -80,7 +80,7 @@ def build_prompt(
     row: dict, generator, cfg: TrainConfig, shown: dict | None = None, most: float | None = None
 ) -> Prompt:
     """The row's prompt, or that of `shown`, which an environment made of it; its images decoded and processed once.
-    generator: has the `tokenizer` (of models with images the processor) and `rope_index`.
+    generator: has the `tokenizer`; for models with images that is the processor, and `rope_index` may be there.
 
     RowError if it cannot be made, or has more than `most` tokens (unset: --max_prompt_length); of an environment, which
     may be the one to blame, TrajectoryError.
@@ -90,7 +90,8 @@ def build_prompt(
     known, before, prompt = _RECENT.get(id(row), (None, None, None))
     if known is not row or before != asked:
         try:
-            prompt = vision_prompt(shown, generator.tokenizer, generator.rope_index, cfg, row)
+            rope_index = getattr(generator, "rope_index", None)  # optional in a generator of your own
+            prompt = vision_prompt(shown, generator.tokenizer, rope_index, cfg, row)
         except ConfigError:
             raise
         except Exception as error:  # templates and image decoders raise whatever they like

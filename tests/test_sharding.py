@@ -45,7 +45,6 @@ def test_the_gradient_is_that_of_one_process(one, ranks, flags):
     [
         ("--shard_size 2", 4),
         ("--compile --strategy fsdp", 2),
-        ("--offload_activations --no-gradient_checkpointing", 2),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags, ranks):
