@@ -3,7 +3,7 @@
     python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or --model_id: any text model for chats
     python train_minimal.py --generator hf                                # one process that trains and samples
 
-With a server, whose window (256 tokens) holds prompt and completion, and two ranks that train, on GPUs or CPUs:
+With a server (its window, here 256 tokens, has to hold prompt and completion) and two ranks that train:
 
     export VLLM_SERVER_TOKEN=...    # in both terminals; any string
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model models/SmolLM2-135M-Instruct --max-model-len 256  # terminal 1
@@ -56,7 +56,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
     eval_generations: int = 4  # completions of each held-out row
-    logprob_diff_limit: float = 0.2  # the first step ends the run if |trainer - generator log-prob| exceeds this
+    logprob_diff_limit: float = 0.2  # the run ends after its first step if the mean |trainer - generator| exceeds it
     seed: int = 42  # seeds the order of prompts, a data set that is a function, and sampling with --generator hf
     output_dir: str = "runs"  # the run's folder is made here
     run_name: str | None = None  # name of the run's folder, a new one; if unset, made of model and time
@@ -109,8 +109,8 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 
 
 async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
-    """Exactly `count` completions of each row, scored, in the order of the rows. All rows are sampled at the same time.
-    generator: VLLMClient or HFGenerator"""
+    """Exactly `count` completions of each row, scored, in the order of the rows, by which `advantages` knows whose they
+    are. All rows are sampled at the same time.  generator: VLLMClient or HFGenerator"""
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
@@ -142,7 +142,7 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
     for t in trajectories:
         ids, zeros = t.prompt_ids + t.token_ids, [0.0] * len(t.prompt_ids)
         tokens = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}  # floats, both
+        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}  # 0.0: floats
         for name, values in tokens.items():
             columns.setdefault(name, []).append(torch.tensor(values))
     return {name: pad_sequence(rows, batch_first=True).to(device) for name, rows in columns.items()}
@@ -164,8 +164,8 @@ def advantages(scores: Tensor) -> Tensor:
 
 def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
     """The batch in parts of `rows_per_microbatch` completions, equally many on all ranks."""
-    parts = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
-    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+    columns = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
+    return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
 
 
 def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> Tensor:
@@ -180,9 +180,9 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, its gradient
     -A grad log pi. part: some completions of the batch, [B, T] each: input_ids, attention_mask, loss_mask,
-    sampling_logprobs, advantages (a completion's at each of its tokens). Take no mean over completions here: the result
-    would depend on how the batch is cut. Loss and gradient must be finite at prompts and padding, too: there they are
-    multiplied by 0.  [B, T]"""
+    sampling_logprobs, advantages (a completion's at each of its tokens), and what you put into `batch`. Take no mean
+    across completions here, or the result depends on how the batch is cut; one over a completion's tokens is fine. Loss
+    and gradient must be finite at prompts and padding, too: there they are multiplied by 0.  [B, T]"""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -203,8 +203,8 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
         with model.no_sync() if not_last else contextlib.nullcontext():  # ranks all-reduce gradients in the last only
             logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
             # The trainer's log-probs before the step's first update, not the generator's: the clip measures how far
-            # updates have moved the policy. With one update a step they are the current ones; with more `update` has
-            # put them into the batch.
+            # updates have moved the policy. With one update a step they are the current ones; with several, `update`
+            # has put them into the batch.
             old = part.get("old_logprobs", logprobs.detach())
             loss = (policy_loss(logprobs, old, part, cfg) * mask).sum() / normalizer
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
@@ -278,9 +278,9 @@ def train(cfg: Settings) -> None:
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
     tokenizer = load_processor(cfg.model_id)
     reward_functions = get_reward_functions(cfg)
-    rows, held_out = (  # as they are in the data set, without those whose prompts are too long
-        [row for row in part if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
-        for part in load_data(cfg, None)
+    rows, held_out = (  # without those whose prompts are too long
+        [row for row in split if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
+        for split in load_data(cfg, format_row=None)  # None: rows as they are in the data set
     )
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     load_model = AutoModelForCausalLM.from_pretrained  # in eval mode: no dropout, like the generator
@@ -325,8 +325,8 @@ def train(cfg: Settings) -> None:
         trajectories, scores = sample_fresh(rows_of_step(rows, step, cfg), cfg.num_generations, step)
         times = {"time/generate": time.perf_counter() - start}
         batch = tensors(trajectories, device)
-        each = advantages(scores).to(device).view(-1, 1)  # [B, 1]
-        batch["advantages"] = each.expand_as(batch["loss_mask"])  # every token of a completion alike  [B, T]
+        per_completion = advantages(scores).to(device).view(-1, 1)  # [B, 1]
+        batch["advantages"] = per_completion.expand_as(batch["loss_mask"])  # every token of a completion alike  [B, T]
         metrics = update(model, optimizer, batch, step, cfg)
         if step == 0:  # ends the run if the server computes otherwise: quantised, another config, ...
             utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)
