@@ -406,7 +406,7 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     return lengths
 
 
-def left_out(group: list[Trajectory], number: int) -> bool:
+def cannot_be_shown(group: list[Trajectory], number: int) -> bool:
     """Whether the row of this number cannot be shown to the model, which is said."""
     fault = next((t.info["failure"] for t in group if isinstance(t.info.get("failure"), RowError)), None)
     if fault:

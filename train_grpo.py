@@ -185,8 +185,8 @@ def train(
             seed_generator(step, 0)
             trajectories, collected = collector.take(step, pushed, cfg)
             colocate.trainers_turn(run, cfg)  # with --colocate the server sleeps from here to the push
-            metrics |= rollout_metrics(trajectories, cfg) | collected
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
+            metrics |= rollout_metrics(trajectories, cfg) | collected
             returned = after_rollout(trajectories, run.memory, step, cfg)
             trajectories, numbers = checks.with_numbers(returned, trajectories)
             added = counts_by_origin(trajectories)  # those that after_rollout added
@@ -202,7 +202,7 @@ def train(
             metrics |= add_advantages(batch, cfg)
             metrics |= checks.metrics_of(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and cfg.log_completions:
-                start_record(batch)
+                start_record(batch)  # of each token log-prob, entropy and weight in the loss, for the run's folder
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
             metrics |= router_replay.metrics(run.inner.routing, batch, cfg)
@@ -327,8 +327,8 @@ class Collector:
 
 
 def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[list[int]]]:
-    """This rank's row numbers of a step; and in a list of as many, with --dynamic_sampling in --resample_rounds lists,
-    those that may replace them."""
+    """This rank's row numbers of a step; and lists of as many that may replace them: one list, for prompts that are too
+    long, or --resample_rounds of them, with --dynamic_sampling."""
     first = list(sampler.next(step))
     rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 1)
     return first, [sampler.extra(step, round, len(first)) for round in rounds]
@@ -357,10 +357,11 @@ async def sample_rows(
         if len(results) > 1:
             greedy_group, _ = results[1]
             rollouts.tell_baseline(group, greedy_group[0])
-        silent = rollouts.left_out(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
+        silent = rollouts.cannot_be_shown(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
     domain_of = (lambda number: cfg.of(rows[number]).domain) if cfg.domains else lambda _: ""
+    # `first`, and in place of each silent group the next of `further` that has the same domain, in the order drawn.
     return await rollouts.enough_groups(sample, first, further, domain_of, cfg)
 
 
@@ -395,8 +396,8 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
 
     # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
     # reward function say `per_trajectory`.
-    calls = rollouts.scored_together(cfg, functions)  # the settings of each
-    return sum(await asyncio.gather(*map(sample_and_score, calls)), []), max(sampled_at)
+    call_cfgs = rollouts.scored_together(cfg, functions)  # the settings of each call
+    return sum(await asyncio.gather(*map(sample_and_score, call_cfgs)), []), max(sampled_at)
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
@@ -516,7 +517,7 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
         return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
 
-    logprobs, *others = policy(*inputs, targets, cfg.temperature, top)  # [N] each
+    logprobs, *others = policy(*inputs, targets, cfg.temperature, top)  # [N] each; inputs: dict, rows, columns
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
@@ -574,7 +575,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
     for domain_cfg, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
-        advantages, numbers = checks.computed(advantage, part, domain_cfg)
+        advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
         batch.advantages = placed(advantages, rows, batch.advantages)
         stats |= checks.metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
     return stats | sizes_of_advantages(batch)
@@ -619,9 +620,10 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
 # A loss is called for each micro-batch, with the run's cfg: rows of several domains may be in one. (An advantage gets
-# its domain's cfg.) A row may be a part of an agent's completion, and row_mean and row_sum are then of that part. What
-# it returns for prompts and padding does not matter; for sampled tokens it has to be finite. A
-# statistic is logged as its mean over the tokens that are learned from, one whose name ends in _max as its maximum.
+# its domain's cfg.) Its batch.old_logprobs are always there (`pi_old`, section 7). A row may be a part of an agent's
+# completion: row_mean [B, 1] and row_sum [B] are then of that part. What a loss returns for prompts and padding does
+# not matter; for sampled tokens it has to be finite. A statistic is logged as its mean over the tokens that are learned
+# from, one whose name ends in _max as its maximum.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -679,9 +681,10 @@ def own_term(logprobs: Tensor, _: Tensor, part: Batch, cfg: TrainConfig) -> tupl
 def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, max_tokens) -> Tensor:
     """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
-    num_tokens, num_sequences: loss tokens, and completions with a loss token ("constant": all completions,
-    "prompt_mean": prompts), of the *whole* optimizer update over all ranks, so that the gradient cannot depend on how
-    the update is cut. max_tokens: the constant of Dr. GRPO, the longest completion allowed.
+    Counts are of the *whole* optimizer update over all ranks, so that the gradient cannot depend on how the update is
+    cut. num_tokens: loss tokens ("prompt_mean": [B, 1], those of the row's prompt); num_sequences: completions with a
+    loss token ("constant": all completions, "prompt_mean": prompts); max_tokens: the constant of Dr. GRPO, the longest
+    completion allowed.
     """
     if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
         return loss_mask / max(num_tokens, 1)
@@ -701,7 +704,7 @@ def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
     means over these `with_counts_of_update` has counted all their tokens.  [B, T]"""
     if "_tokens_of_unit" in part.extras:
         counts = counts | {"num_tokens": part.extras["_tokens_of_unit"][:, None]}
-        return token_weights(part.loss_mask, "prompt_mean", **counts)  # the same formula, whatever the unit is
+        return token_weights(part.loss_mask, "prompt_mean", **counts)  # of prompts, or of completions
     return token_weights(part.loss_mask, cfg.loss_agg, **counts)
 
 
@@ -755,11 +758,11 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
         # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
         # gradients of `backward` are this loss's times the number of ranks.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
-    batch = split_restarts(batch)
+    batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    # On each rank: empty passes (others have more), then those whose advantages are all 0, then those that learn. What
-    # comes before the first that learns on any rank is zero on every rank.
+    # Passes that learn are each rank's last ones. Of what comes before as many of them as any rank has, all advantages
+    # are 0 on every rank.
     zero_passes = len(passes) - utils.all_max(sum(any(row_learns[row] for row in rows) for rows in passes))
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     for number, rows in enumerate(passes):
@@ -1229,7 +1232,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     )  # fmt: skip
     run.teacher = teachers.load(cfg, home, load_frozen)
     run.size = gpu.size_of(partial(empty_policy, cfg), device)
-    # Compares packed rows with plain ones, pushes, and compares the generator's log-probs with the policy's.
+    # Compares packed rows with plain ones, pushes, and compares the generator's log-probs with the policy's. Returns
+    # cfg, with plain rows where packed ones differ.
     return first_push(run, cfg, all_logprobs, push_weights), run
 
 

@@ -182,6 +182,7 @@ def test_a_run_that_overlaps(server, tmp_path):
     _, lines = steps_of(tmp_path, "train_async.py", flags + "--max_steps 7 --resume", "run", ranks=2, **env)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     lags = [line["staleness/max"] for line in lines]
+    assert [line["policy_lag"] for line in lines] == lags
     assert max(lags) <= 2 and lags[0] == 0 and 2 in lags[2:], lags
     for line in lines:
         shares = [value for name, value in line.items() if name.startswith("staleness/tokens_")]
