@@ -81,7 +81,6 @@ ENVIRONMENTS = [
 ]  # fmt: skip
 RUNS = [
     ("an output folder that is a file", {"runs": ""}, "--output_dir {at}/runs", 1, "output_dir"),
-    ("--resume of a run that is not there", {}, "--resume --run_name nothing", 2, "resume"),
     ("a run name with a path", {}, "--run_name ../outside", 2, "run_name"),
     ("no server at the address", {}, "--generator vllm --server_urls http://127.0.0.1:9 --server_timeout 2", 1,
      "127.0.0.1:9"),
