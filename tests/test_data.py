@@ -233,10 +233,11 @@ class Sampler:
         return [Completion([2], [0.0], "stop", 0, prompt_ids)] * n
 
 
-def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, monkeypatch):
-    """When they are drawn; the limit is the length of one of the rows, so that off by one shows."""
+@pytest.mark.parametrize("less", (0, 1))
+def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, less):
+    """When they are drawn; the limit is the length of one of the rows, or one less, so that off by one shows."""
     rows, counts = asked
-    limit, sampler = sorted(counts)[60], PromptSampler(120, 40, seed=0)
+    limit, sampler = sorted(counts)[60] - less, PromptSampler(120, 40, seed=0)
     cfg = TrainConfig(max_prompt_length=limit, num_generations=2, reward_funcs=["length"])
     first, (further,) = draw(sampler, 0, cfg)
     functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
