@@ -341,21 +341,21 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     """Trajectories of one row as they were asked for, none of which shares anything that scoring writes; RolloutError
     naming the rollout, the row, what was asked and what came. Of built-in rollouts and others, for whatever purpose."""
 
-    def refuse(came: str, remedy: str):
+    def refuse(came: str):
         asked = f"asked for {cfg.num_generations} trajectories of one row (cfg.purpose {cfg.purpose!r})"
-        return RolloutError(f"rollout {cfg.rollout!r}, {asked}, {came}. {remedy}\n  row: {shorten(row, 500)}")
+        return RolloutError(f"rollout {cfg.rollout!r}, {asked}, {came}.\n  row: {shorten(row, 500)}")
 
     rule = "Return a list of Trajectory objects, cfg.num_generations for each row"
     if not isinstance(returned, list) or not all(isinstance(t, Trajectory) for t in returned):
-        raise refuse(f"returned {shorten(returned)}, a {type(returned).__name__}", f"{rule}.")
+        raise refuse(f"returned {shorten(returned)}, a {type(returned).__name__}. {rule}")
     if len(returned) != cfg.num_generations and not (any_number(cfg) and returned):
         more = "or at least one, if it says `any_number = True` about itself (ROLLOUTS); a greedy baseline is one"
-        raise refuse(f"returned {len(returned)}", f"{rule}, {more}.")
+        raise refuse(f"returned {len(returned)}. {rule}, {more}")
     checked = []
     for index, t in enumerate(returned):
         if "failure" not in t.info:
             if fault := trajectory_fault(t, generator, cfg):
-                raise refuse(f"returned trajectory {index} whose {fault}", "")
+                raise refuse(f"returned trajectory {index} whose {fault}")
             logprobs = [float(p) if m else 0.0 for p, m in zip(t.logprobs, t.loss_mask, strict=True)]
             t = replace(t, token_rewards=list(t.token_rewards), logprobs=logprobs, info=dict(t.info))
             if "completion" not in t.info:

@@ -96,7 +96,7 @@ def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: T
     if cfg.colocate:
         reason = "with --colocate the server drops its weights at each step, so all are pushed"
     elif not wanted and any(info.on_cpu for info in infos):
-        reason = "the server is on CPUs, where it samples faster so"
+        reason = "the server is on CPUs, where sampling is faster that way"
     if reason is None and client.receives_weights:
         reason = client.why_no_adapters(shapes_of(hf_model))
     reason, client.adapter = utils.gather_objects((reason, client.adapter))[0]
