@@ -31,7 +31,9 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """All flags of this script. Its other settings keep TrainConfig's defaults: declare one below, and it is a flag."""
+    """All flags of this script. What it calls reads a few more of TrainConfig's settings, at their defaults:
+    system_prompt, reward_weights, reward_timeout, request_timeout. Declare one of these below, and it is a flag. A flag
+    that nothing here reads, beta for one, would do nothing."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -39,7 +41,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
     eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test" (a file has none)
-    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # names in rewards.py, or FILE.py:FUNCTION
+    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # by name (0 or 1), or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
     prompts_per_step: int = 8  # of all ranks together
@@ -47,7 +49,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_prompt_length: int = 128  # tokens; rows with longer prompts are left out
     max_completion_length: int = 12  # tokens; what is longer is cut off
     temperature: float = 1.0  # divides the logits, when sampling and when training
-    rows_per_microbatch: int = 16  # completions in one forward and backward pass; changes memory, not the gradient
+    rows_per_microbatch: int = 16  # completions in a forward and backward pass, whose logits take the memory
     num_iterations: int = 1  # optimizer updates on the completions of a step; with 1 the clips below do nothing
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
     epsilon: float = 0.2  # lower clip: a token with A < 0 gets no gradient once its ratio is below 1 - epsilon
@@ -77,16 +79,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
 
 import utils
 from data import check_step_size, load_data
 from inputs.processor import load_processor
-from inputs.prompts import begun_in, end_ids, prompt_ids
+from inputs.prompts import begun_in, prompt_ids
 from inputs.trajectory import Trajectory
-from rewards import get_reward_functions, score
+from rewards import TRAINER_STATE, get_reward_functions, score
 
 # ---- 1 prompts ------------------------------------------------------------------------------------------------------
+
+
+def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
+    """The rows whose prompts are not too long."""
+    kept = [row for row in rows if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
+    if dist.get_rank() == 0 and len(kept) < len(rows):
+        print(f"{len(kept)} of {len(rows)} rows are used: the others' prompts exceed --max_prompt_length")
+    return kept
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
@@ -101,16 +110,16 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 # ---- 2 completions and their rewards --------------------------------------------------------------------------------
 
 # A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}, or its prompt a text.
-# A reward function gets the `completions` of a prompt and each column, as lists with one element for each completion
-# (rewards.py says what else it can ask for), and returns a number for each. Values of several functions are added.
+# A reward function gets the `completions` of a prompt and each column, as lists with one element for each completion,
+# and returns a number for each. Values of several functions are added. rewards.py has more that it can ask for.
 #
 #     def exact(completions, answer, **columns):  # rewards.completion_text takes chat messages and texts
 #         return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
 
 
 async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
-    """Exactly `count` completions of each row, scored, in the order of the rows, by which `advantages` knows whose they
-    are. All rows are sampled at the same time.  generator: VLLMClient or HFGenerator"""
+    """`count` completions of each row, scored, the first row's first: by this order `advantages` knows whose they are.
+    All rows are sampled at the same time.  generator: VLLMClient or HFGenerator"""
 
     async def of_row(group: int, row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
@@ -123,6 +132,7 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
             text = generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)
             # 1: sampled by the model; 0 would mark a tool's answer. `score` writes the reward to the last token.
             loss_mask, token_rewards = [1] * len(c.token_ids), [0.0] * len(c.token_ids)
+            # c.logprobs: of the distribution it was sampled from, so divided by the temperature as in `token_logprobs`.
             t = Trajectory(row, group, prompt, c.token_ids, loss_mask, c.logprobs, token_rewards)
             t.info |= {"begun": begun, "completion": text}  # a reward function gets both as one text
             t.finish_reason = c.finish_reason  # "length" if it was cut off, else "stop"
@@ -130,7 +140,7 @@ async def sample(rows: list[dict], count: int, generator, reward_functions: dict
             trajectories.append(t)
         await score(trajectories, reward_functions, cfg)  # while a server still samples others
         if any(t.info["unrewarded"] for t in trajectories):
-            raise RuntimeError("A reward was None, or late. train_grpo.py goes on without it; this script cannot.")
+            raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
         return trajectories
 
     return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])
@@ -140,9 +150,9 @@ def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, T
     """Prompts with their completions, padded on the right: column k holds token k.  [B, T] each"""
     columns: dict[str, list[Tensor]] = {}
     for t in trajectories:
-        ids, zeros = t.prompt_ids + t.token_ids, [0.0] * len(t.prompt_ids)
+        ids, zeros = t.prompt_ids + t.token_ids, [0.0] * len(t.prompt_ids)  # 0.0, so that loss_mask becomes floats
         tokens = {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}  # 0.0: floats
+        tokens |= {"loss_mask": zeros + t.loss_mask, "sampling_logprobs": zeros + t.logprobs}
         for name, values in tokens.items():
             columns.setdefault(name, []).append(torch.tensor(values))
     return {name: pad_sequence(rows, batch_first=True).to(device) for name, rows in columns.items()}
@@ -163,9 +173,9 @@ def advantages(scores: Tensor) -> Tensor:
 
 
 def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Tensor]]:
-    """The batch in parts of `rows_per_microbatch` completions, equally many on all ranks."""
-    columns = (tensor.split(cfg.rows_per_microbatch) for tensor in batch.values())
-    return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
+    """The batch in parts of `rows_per_microbatch` completions; equally many on all ranks, which have equal shares."""
+    starts, size = range(0, len(batch["input_ids"]), cfg.rows_per_microbatch), cfg.rows_per_microbatch
+    return [{name: values[start : start + size] for name, values in batch.items()} for start in starts]
 
 
 def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> Tensor:
@@ -179,10 +189,12 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, its gradient
-    -A grad log pi. part: some completions of the batch, [B, T] each: input_ids, attention_mask, loss_mask,
-    sampling_logprobs, advantages (a completion's at each of its tokens), and what you put into `batch`. Take no mean
-    across completions here, or the result depends on how the batch is cut; one over a completion's tokens is fine. Loss
-    and gradient must be finite at prompts and padding, too: there they are multiplied by 0.  [B, T]"""
+    -A grad log pi.  [B, T]
+
+    part: some completions of the batch: input_ids, attention_mask, loss_mask, sampling_logprobs, advantages (a
+    completion's at each of its tokens), and what you put into `batch`. A loss of yours takes no mean over completions,
+    which would depend on how the batch is cut; one over a completion's tokens is fine. It is finite at prompts and
+    padding, too, and so is its gradient: there they are multiplied by 0."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -264,6 +276,11 @@ def log(folder: Path | None, step: int, values: dict[str, Tensor], metrics: dict
 
 
 def train(cfg: Settings) -> None:
+    # What is needed once is imported here.
+    from inputs.loading import load_hf_model
+    from runlog.checkpoints import save_model
+    from serving.servers import make_generator
+
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: completions are compared; give 2 or more.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
@@ -278,28 +295,15 @@ def train(cfg: Settings) -> None:
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
     tokenizer = load_processor(cfg.model_id)
     reward_functions = get_reward_functions(cfg)
-    rows, held_out = (  # without those whose prompts are too long
-        [row for row in split if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
-        for split in load_data(cfg, format_row=None)  # None: rows as they are in the data set
-    )
+    train_split, test_split = load_data(cfg, format_row=None)  # None: rows as they are in the data set
+    rows, held_out = fitting(train_split, tokenizer, cfg), fitting(test_split, tokenizer, cfg)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
-    load_model = AutoModelForCausalLM.from_pretrained  # in eval mode: no dropout, like the generator
-    bare, loading_info = load_model(cfg.model_id, dtype=torch.float32, output_loading_info=True)
-    if loading_info["missing_keys"] or any(weight.dtype != torch.float32 for weight in bare.parameters()):
-        raise ConfigError(f"--model_id={cfg.model_id} lacks weights, or is quantised; train_grpo.py says more of it.")
+    # transformers' from_pretrained, without dropout; an error if weights are missing.
+    bare = load_hf_model(cfg, torch.float32)
     model = DistributedDataParallel(bare.to(device)) if world > 1 else bare.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    if cfg.generator == "vllm":
-        from serving import servers
-
-        generator = servers.connect(cfg, bare, device)  # waits for them, and checks that they serve this model
-    else:
-        from hf_generator import HFGenerator
-
-        dtype = getattr(torch, cfg.compute_dtype)  # that of the forward passes, as on a server
-        generator = HFGenerator(load_model(cfg.model_id, dtype=dtype).to(device), tokenizer)
-    generator.tokenizer = tokenizer  # for `sample`; a server's client has none
-    generator.stop_token_ids = sorted(end_ids(bare, tokenizer))  # a base model's config may lack the template's
+    # Servers, once they are ready and are seen to serve this model; or a copy of it in the dtype of the forward passes.
+    generator = make_generator(cfg, bare, tokenizer, device)
     push_weights(bare, generator, 0)  # the server may still have an earlier run's weights
 
     def sample_fresh(rows: list[dict], count: int, step: int) -> tuple[list[Trajectory], Tensor]:
@@ -312,7 +316,8 @@ def train(cfg: Settings) -> None:
         return trajectories, scores.view(-1, count)
 
     def evaluate(step: int) -> None:
-        """Held-out rows: mean@k is the share of completions with a score of 1 or more, pass@k that of rows with one."""
+        """Held-out rows, sampled as in training. mean@k: the share of completions with a score of 1 or more; pass@k:
+        of rows with one."""
         k = cfg.eval_generations
         _, scores = sample_fresh(held_out[rank::world], k, step)  # [rows, k]
         solved = (scores > 1 - 1e-6).double()  # .7 + .2 + .1 is a little less than 1
@@ -321,6 +326,7 @@ def train(cfg: Settings) -> None:
     if cfg.eval_steps:
         evaluate(0)
     for step in range(cfg.max_steps):
+        TRAINER_STATE.global_step, TRAINER_STATE.max_steps = step, cfg.max_steps  # which rewards may ask for, as in TRL
         start = time.perf_counter()
         trajectories, scores = sample_fresh(rows_of_step(rows, step, cfg), cfg.num_generations, step)
         times = {"time/generate": time.perf_counter() - start}
@@ -346,8 +352,6 @@ def train(cfg: Settings) -> None:
             evaluate(step + 1)
     generator.close()
     if folder:
-        from runlog.checkpoints import save_model  # needed once, so it is loaded here
-
         save_model(folder / "model", bare, tokenizer)
 
 
