@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from transformers import GenerationConfig
 
 import utils
 from config import ConfigError
-from inputs.parameters import as_in_a_checkpoint
 from runlog.storable import text_of
 
 FORMAT = 2
@@ -109,8 +109,12 @@ def save_checkpoint(
     def complete() -> None:
         text = json.dumps(state | {"step": step, "format": FORMAT})
         (partial / "trainer/state.json").write_text(text, encoding="utf-8")
-        tokenizer.save_pretrained(partial)
-        save_weights(partial, hf_model, weights, adapter)
+        if adapter is None:
+            save_model(partial, hf_model, tokenizer, weights)
+        else:  # PEFT reads one file
+            tokenizer.save_pretrained(partial)
+            adapter.save_pretrained(partial)
+            save_file({n: t.contiguous() for n, t in weights.items()}, partial / "adapter_model.safetensors")
         remove(final)
         os.replace(partial, final)
         for old in steps_saved(run_dir)[:-keep]:
@@ -157,32 +161,6 @@ def remove(folder: Path) -> None:
         shutil.rmtree(away)
 
 
-def save_weights(path: Path, hf_model, weights: dict[str, torch.Tensor], adapter) -> None:
-    """For `from_pretrained`: the weights of the whole model, or of an adapter, as PEFT's."""
-    size, names = 5 * 10**9, "model{suffix}.safetensors"
-    if adapter is None:
-        save_config(path, hf_model, max(weights.values(), key=torch.Tensor.numel).dtype)
-        weights = dict(as_in_a_checkpoint(hf_model, list(weights.items())))
-        check_names(hf_model, weights)
-    else:
-        adapter.save_pretrained(path)
-        size, names = 2**60, "adapter_model{suffix}.safetensors"  # PEFT reads one file
-    # Parts of what a layer holds joined share its memory, which safetensors refuses.
-    whole = {name: t if t.nbytes == t.untyped_storage().nbytes() else t.clone() for name, t in weights.items()}
-    save_torch_state_dict(whole, path, filename_pattern=names, max_shard_size=size)
-
-
-def check_names(hf_model, weights: dict[str, torch.Tensor]) -> None:
-    """ValueError if transformers, given what is to be written, would lack weights of the model, find others, or other
-    shapes: known before an older checkpoint goes."""
-    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
-    how = dict(state_dict=empty, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
-    config = copy.deepcopy(getattr(hf_model, "own_config", hf_model.config))
-    _, found = type(hf_model).from_pretrained(None, config=config, **how)
-    if wrong := [f"{len(names)} {what}, such as {min(map(str, names))}" for what, names in found.items() if names]:
-        raise ValueError(f"what was to be written is not a whole {type(hf_model).__name__}: {'; '.join(wrong)}")
-
-
 def kept(memory: dict) -> bytes:
     """after_rollout's dict as a file: the same bytes on all ranks where they have the same in it, which a plain pickle
     of tensors has not. ValueError now, and not at the end of a run, if it cannot be written."""
@@ -203,25 +181,22 @@ def own_state(memory: dict) -> dict:
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "memory": kept(memory)}
 
 
-def save_config(path: Path, hf_model, dtype: torch.dtype) -> None:
-    """What an ordinary `from_pretrained` folder says of the model, besides its weights, which are of `dtype`: what the
-    model's own files say, not what this run has changed for itself, as dropout. Many published models have settings of
-    generation that transformers reads with a warning and `save_pretrained` refuses; they are nobody's mistake here."""
+def save_model(path: Path, hf_model, processor, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """An ordinary `from_pretrained` folder. weights: the model's, whole; None: those that it has in this process.
+
+    Of the settings it has what the model's own files say, not what this run has changed for itself, as dropout. Many
+    published models have settings of generation that transformers reads with a warning and `save_pretrained` refuses;
+    they are nobody's mistake here.
+    """
+    dtype = max(weights.values(), key=torch.Tensor.numel).dtype if weights else hf_model.dtype
+    generation, hf_model.generation_config = hf_model.generation_config, GenerationConfig()
+    hf_model.save_pretrained(path, state_dict=weights, max_shard_size="5GB")
+    hf_model.generation_config = generation
     config = copy.deepcopy(getattr(hf_model, "own_config", hf_model.config))
     config.dtype = dtype
     config.to_json_file(path / "config.json")
     if hf_model.can_generate():
-        hf_model.generation_config.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config"])
-
-
-def save_model(path: Path, hf_model, processor) -> None:
-    """An ordinary `from_pretrained` folder of a model that is whole in this process."""
-    from transformers import GenerationConfig
-
-    own, hf_model.generation_config = hf_model.generation_config, GenerationConfig()  # see `save_config`
-    hf_model.save_pretrained(path)
-    hf_model.generation_config = own
-    save_config(path, hf_model, hf_model.dtype)
+        generation.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config"])
     processor.save_pretrained(path)
 
 
