@@ -7,7 +7,6 @@ import json
 import math
 import os
 import socket
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -47,22 +46,23 @@ class Run:
     """A run folder. Methods may be called from several threads."""
 
     def __init__(self, name: str, path: Path):
-        self.name, self.path, self.lock = name, path, threading.RLock()
-        self.mark, self.read = (), Curves()  # of which state of metrics.jsonl
-        self.ends: list[dict] = []  # lines of its first and last steps
-        self.stride = 1  # steps that a point of a curve stands for
+        self.name, self.path = name, path
+        self.kept: tuple = (), None  # what was read of metrics.jsonl, behind the state of the file
 
     def config(self) -> dict:
         return read_json(self.path / "config.json")
 
+    def lines(self) -> tuple[Curves, list[dict], int]:
+        """Its curves, the lines of its first and last steps, and how many steps a point of a curve stands for."""
+        mark = stamp(self.path / "metrics.jsonl")
+        if mark != self.kept[0]:
+            lines, stride = some_lines(self.path)
+            steps = [line for line in lines if not is_evaluation(line)]
+            self.kept = mark, (Curves(lines), steps[:1] + steps[-RECENT:], stride)
+        return self.kept[1]
+
     def curves(self) -> Curves:
-        with self.lock:
-            mark = stamp(self.path / "metrics.jsonl")
-            if mark != self.mark:
-                lines, self.stride = some_lines(self.path)
-                steps = [line for line in lines if not is_evaluation(line)]
-                self.mark, self.read, self.ends = mark, Curves(lines), steps[:1] + steps[-RECENT:]
-            return self.read
+        return self.lines()[0]
 
     def file(self, *names: str) -> Path:
         """The path of one of the run's files; Gone if there is none."""
@@ -70,10 +70,6 @@ class Run:
         if not path.is_file():
             raise Gone(f"{self.name} has no {'/'.join(names)}, or not any more.")
         return path
-
-    def version(self) -> tuple:
-        """Changes when there is something new."""
-        return self.state(), *(stamp(self.path / name) for name in (*sorted(MARKS), "completions"))
 
     def held(self) -> bool | None:
         """Whether a process has the run: its lock is taken. None where that cannot be told."""
@@ -100,12 +96,12 @@ class Run:
 
     def summary(self) -> dict:
         """A line of the table."""
-        curves, config, told = self.curves(), self.config(), read_json(self.path / "state.json")
+        (curves, ends, _), config, told = self.lines(), self.config(), read_json(self.path / "state.json")
         state, why = self.state()
-        first, last = (self.ends[0], self.ends[-1]) if self.ends else ({}, {})
+        first, last = (ends[0], ends[-1]) if ends else ({}, {})
         metric = next(iter(curves.matching([*SOLVED, "eval/reward"])), "")
         evaluated, held_out = (values.tolist() for values in curves.all(metric))
-        paces = [line["time/step"] for line in self.ends[1:] if is_number(line.get("time/step"))]
+        paces = [line["time/step"] for line in ends[1:] if is_number(line.get("time/step"))]
         # Without the first step's seconds: then it began. A resumed run keeps its first line.
         begun = (first.get("time/unix") or 0) - (first.get("time/step") or 0)
         until = last.get("time/unix") or told.get("updated")

@@ -5,7 +5,6 @@ the document as text; the content security policy lets no other script run.
 """
 
 import base64
-import hashlib
 import hmac
 import json
 import secrets
@@ -32,6 +31,7 @@ TRY = Path(__file__).parent.parent / "scripts" / "try.py"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+HEADERS["Cache-Control"] = "no-store"
 COMPARED = 40  # runs at once
 TRY_SECONDS = 300  # that scripts/try.py may take
 
@@ -56,7 +56,7 @@ def page(request: Request) -> Response:
     text = (PAGE / "index.html").read_text(encoding="utf-8")
     if "try" in request.app.state.answers:
         text = text.replace("<body>", "<body data-try>")
-    return Response(text, media_type="text/html", headers=HEADERS | {"Cache-Control": "no-store"})
+    return Response(text, media_type="text/html", headers=HEADERS)
 
 
 def allowed(request: Request) -> bool:
@@ -64,22 +64,19 @@ def allowed(request: Request) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), request.app.state.token.encode())
 
 
-def respond(value, status: int = 200, headers: dict | None = None) -> Response:
+def respond(value, status: int = 200) -> Response:
     """JSON in ASCII: half a surrogate pair, which a model may write, has no UTF-8."""
     body = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
-    headers = HEADERS | (headers or {"Cache-Control": "no-store"})
-    return Response(body, status, headers, "application/json")
+    return Response(body, status, HEADERS, "application/json")
 
 
 def answer(request: Request) -> Response:
     """/api/NAME: what the function of that name says."""
     if not allowed(request):
         return respond({"error": "Take the address that look.py printed when it started: it ends with ?token=..."}, 401)
-    name, runs, ask = request.path_params["name"], request.app.state.runs, request.query_params
+    state = request.app.state
     try:
-        if name == "run":
-            return unless_known(request, *chosen(runs, ask))
-        return respond(request.app.state.answers[name](runs, ask))
+        return respond(state.answers[request.path_params["name"]](state.runs, request.query_params))
     except LookupError as error:  # also Gone
         return respond({"error": f"There is no {error}" if isinstance(error, KeyError) else str(error)}, 404)
     except (ConfigError, ValueError) as error:  # also samples.Unreadable
@@ -94,18 +91,9 @@ def table(runs: Runs, ask: QueryParams) -> dict:
     return {"root": str(runs.root), "runs": sorted(found, key=lambda run: -(run["updated"] or 0))}
 
 
-def chosen(runs: Runs, ask: QueryParams) -> tuple[list[Run], str]:
-    return [runs.get(name) for name in dict.fromkeys(ask.getlist("run"))][:COMPARED], ask.get("x", "step")
-
-
-def unless_known(request: Request, runs: list[Run], axis: str) -> Response:
-    """Curves; nothing is computed where the browser has them: it asks again and again."""
-    state = repr([(run.name, run.version()) for run in runs] + [axis])
-    tag = f'"{hashlib.sha256(state.encode("utf-8", "replace")).hexdigest()[:16]}"'
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=HEADERS | headers)
-    return respond(described(runs, axis), headers=headers)
+def drawn(runs: Runs, ask: QueryParams) -> dict:
+    names = list(dict.fromkeys(ask.getlist("run")))[:COMPARED]
+    return described([runs.get(name) for name in names], ask.get("x", "step"))
 
 
 def of(runs: Runs, ask: QueryParams) -> Run:
@@ -154,6 +142,7 @@ def of_rows(runs: Runs, ask: QueryParams) -> dict:
 
 ANSWERS = {
     "runs": table,
+    "run": drawn,
     "steps": steps,
     "listing": lambda runs, ask: samples.listing(step_file(runs, ask)),
     "search": lambda runs, ask: {"rows": samples.search(step_file(runs, ask), ask["text"])},

@@ -24,7 +24,7 @@ def described(runs: list[Run], axis: str) -> dict:
                 charts |= {(title, name): [name] for name in names}
     found = {
         "runs": [run.summary() for run in runs],
-        "stride": max(run.stride for run in runs),
+        "stride": max(run.lines()[2] for run in runs),
         "panels": [
             {"title": title, "note": note, "curves": [c for name in names for c in drawn(name, read, axis)]}
             for (title, note), names in charts.items()

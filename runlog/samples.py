@@ -3,7 +3,6 @@
 import codecs
 import contextlib
 import json
-import math
 import os
 import re
 from functools import lru_cache
@@ -208,24 +207,16 @@ def spelled(ids: np.ndarray, known: dict) -> dict:
 
 def tokens(path: Path, number: int, known: dict, limit: int | None = None) -> dict | None:
     """Every token of a row, or the first `limit`, with its numbers: {"prompt": spelled, "completion": spelled,
-    "columns": {name: one value a token, None where there is none}, "turns": [(start, end), ...]}; None without ids."""
+    "columns": {name: one value a token, nan where there is none}, "turns": [(start, end), ...]}; None without ids."""
     names = ["prompt_ids", "token_ids", "turns", *(f"tokens/{name}" for name in TOKEN_COLUMNS)]
     (row,) = rows(path, [number], names)
     if row.get("token_ids") is None:
         return None
     columns = {name: row.get(f"tokens/{name}") for name in TOKEN_COLUMNS}
-    columns = {
-        name: [digits(v) for v in values[:limit].tolist()] for name, values in columns.items() if values is not None
-    }
+    columns = {name: values[:limit].tolist() for name, values in columns.items() if values is not None}
     spans = [(turn["start"], turn["end"]) for turn in turns(row) if turn["start"] is not None]
     found = {
         "prompt": spelled(row["prompt_ids"][:limit], known),
         "completion": spelled(row["token_ids"][:limit], known),
     }
     return found | {"columns": columns, "turns": spans}
-
-
-def digits(value):
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
-    return value
