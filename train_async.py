@@ -117,8 +117,8 @@ class Ahead(Collector):
         """Let the next prompt's completions be sampled, from these weights or later ones."""
         run = self.run
         if not self.waiting:
-            first, rounds = draw(run.sampler, self.draw, cfg)
-            self.waiting = [(number, [extra[n] for extra in rounds], False) for n, number in enumerate(first)]
+            first, further = draw(run.sampler, self.draw, cfg)
+            self.waiting = [(number, further[n :: len(first)], False) for n, number in enumerate(first)]
             self.draw += 1
         number, further, _ = drawn = self.waiting.pop(0)
         versions = range(version, version + cfg.max_staleness + 1)

@@ -15,7 +15,10 @@ A training step, and where to find it:
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 6, 7
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step.
+Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step. For an
+idea you need not read all of it: an advantage is section 5; a loss section 6, with `micro_loss` in 7, which calls it; a
+rollout section 3; an optimizer `make_optimizer`. Lines that name `teachers`, `colocate`, `gpu`, `agreement` or
+`router_replay` can be deleted with the import: two such features have a line for that above theirs.
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -36,8 +39,8 @@ sub-agents, makes several of them (`split_restarts`).
 
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, minus those
 that `leave_out` removes; `advantages` [B, T] are 0 elsewhere; rows with the same number in `groups` [B] answer the same
-prompt, and are adjacent; `scores` [B] are as the reward functions gave them, `shaped_scores` [B] what `shape_rewards`
-made of them.
+prompt, and are adjacent; `reward_components` [B, functions] are in the order of --reward_funcs, `scores` [B] their
+weighted sums (a function of weight 0 is not in it), `shaped_scores` [B] what `shape_rewards` made of those.
 
 A run may have several data sets, its domains, with settings of their own: `cfg.of(row)` is the config of a row's
 domain, `cfg.by_domain()` are all of them. Without --domains there is one, cfg itself.
@@ -53,7 +56,6 @@ CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__
 
 import asyncio
 import contextlib
-import inspect
 import math
 import time
 from collections import defaultdict
@@ -220,8 +222,8 @@ def train(
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
         if step == run.first:
             checkpoints.kept(run.memory)  # what no checkpoint can keep is said now
-        metrics["num_tokens"] = state["num_tokens"] = state["num_tokens"] + metrics["num_tokens"]
-        state |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
+        metrics["num_tokens"] += state["num_tokens"]  # of all steps so far
+        state |= {"num_tokens": metrics["num_tokens"], "beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if logs:
             means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
             rewards, with_tokens = [sum(t.token_rewards) for t in trajectories], batch.record is not None
@@ -298,7 +300,8 @@ class Sampled(NamedTuple):
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
 # To write one, copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=..., ...), and
-# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine.
+# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine. For several turns an environment is shorter
+# (--env, docs/environments.md); `play` (rollouts.py) is what takes them.
 
 
 class Collector:
@@ -316,22 +319,22 @@ class Collector:
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
         """The trajectories of a step and their metrics. version: of the weights that sample."""
-        run, versions = self.run, range(version, version + 1)
-        first, rounds = draw(run.sampler, step, cfg)
-        given = run.rows, first, sum(rounds, []), run.generator, run.reward_functions, cfg, versions, step
-        sampled, counts = asyncio.run(sample_rows(*given))
+        run, versions = self.run, range(version, version + 1)  # all tokens must be sampled by these weights
+        first, further = draw(run.sampler, step, cfg)
+        work = sample_rows(run.rows, first, further, run.generator, run.reward_functions, cfg, versions, step)
+        sampled, counts = asyncio.run(work)
         return collect(run.rows, sampled, counts, cfg)
 
     def close(self) -> None:
         """Called at the end of the run."""
 
 
-def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[list[int]]]:
-    """This rank's row numbers of a step; and lists of as many that may replace them: one list, for prompts that are too
-    long, or --resample_rounds of them, with --dynamic_sampling."""
+def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[int]]:
+    """This rank's row numbers of a step; and further ones that may replace them: as many, for prompts that are too
+    long, or --resample_rounds times as many, with --dynamic_sampling."""
     first = list(sampler.next(step))
     rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 1)
-    return first, [sampler.extra(step, round, len(first)) for round in rounds]
+    return first, [number for round in rounds for number in sampler.extra(step, round, len(first))]
 
 
 async def sample_rows(
@@ -346,17 +349,15 @@ async def sample_rows(
     async def sample(number: int) -> Sampled:
         row = rows[number]
         settings = settings_at(step, cfg.of(row))
-        calls = [settings]
+        calls = [rollout(row, generator, reward_functions, settings, versions)]
         if "baselines" in needs(cfg):  # the score of a greedy completion
-            calls.append(replace(settings, num_generations=1, temperature=0.0, purpose="baseline"))
-        given = row, generator, reward_functions
-        results = await asyncio.gather(*(rollout(*given, call_cfg, versions) for call_cfg in calls))
-        group, sampled_at = results[0]
+            greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
+            calls.append(rollout(row, generator, reward_functions, greedy, versions))
+        (group, sampled_at), *baselines = await asyncio.gather(*calls)
         for trajectory in group:
             trajectory.info["row_number"] = number
-        if len(results) > 1:
-            greedy_group, _ = results[1]
-            rollouts.tell_baseline(group, greedy_group[0])
+        for (greedy_completion,), _ in baselines:
+            rollouts.tell_baseline(group, greedy_completion)
         silent = rollouts.cannot_be_shown(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
@@ -373,7 +374,8 @@ def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
 
 async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> tuple[list, float]:
     """Sample and score: a row's trajectories, as many as asked for (unless the rollout says `any_number`), including
-    those that failed (info["failure"]); and when the last token was sampled, by time.perf_counter().
+    those that failed (info["failure"]); and when the last token was sampled, by time.perf_counter(). Their `group` is 0
+    until `collect` numbers the groups of a step.
 
     versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
@@ -397,12 +399,13 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
     # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
     # reward function say `per_trajectory`.
     call_cfgs = rollouts.scored_together(cfg, functions)  # the settings of each call
-    return sum(await asyncio.gather(*map(sample_and_score, call_cfgs)), []), max(sampled_at)
+    parts = await asyncio.gather(*map(sample_and_score, call_cfgs))
+    return list(chain(*parts)), max(sampled_at)
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
-    """Whether there is anything to learn from a group: its scores differ, and their mean lies in the window. Where a
-    teacher is all that counts there is."""
+    """Whether there is anything to learn from a group: its scores (sums of weighted rewards) differ, and their mean
+    lies in the window. Where a teacher is all that counts there is."""
     if cfg.has_teacher and not rewards_count(cfg):
         return any("failure" not in t.info for t in group)
     known = known_scores(group)
@@ -422,14 +425,16 @@ def collect(rows: Sequence[dict], sampled: list[Sampled], counts: dict, cfg: Tra
     Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
     """
     utils.wait_for_ranks(cfg.dist_timeout)  # they finish sampling at different times
-    groups, generate = [one.group for one in sampled], max(one.sampled_after for one in sampled)
-    scored = max(one.scored_after for one in sampled)
+    groups = [one.group for one in sampled]
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
-    replaced = {"rollout/rows_left_out": counts["resampled"]}
-    counts = {f"dynamic_sampling/{name}": n for name, n in counts.items()} if cfg.dynamic_sampling else replaced
-    counts["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
-    metrics = {"time/generate": generate, "time/score": scored - generate} | check_failed(groups, cfg, counts)
+    if cfg.dynamic_sampling:
+        numbers = {f"dynamic_sampling/{name}": n for name, n in counts.items()}
+    else:
+        numbers = {"rollout/rows_left_out": counts["resampled"]}
+    numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
+    generate, scored = max(one.sampled_after for one in sampled), max(one.scored_after for one in sampled)
+    metrics = {"time/generate": generate, "time/score": scored - generate} | check_failed(groups, cfg, numbers)
     groups, moved = balanced(kept)
     for number, group in enumerate(groups):
         for trajectory in group:
@@ -470,7 +475,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
         seen = replace(batch, routed_experts=None)  # the reference chooses its experts itself
-        with inner.model.disable_adapter():
+        with inner.model.disable_adapter():  # LoRA: without its adapters the policy is the reference
             batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
 
 
@@ -491,14 +496,14 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0
 
     The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
     """
-    split, out = split_restarts(batch), []
-    for rows in micro_batches(split, cfg):  # row numbers; empty where other ranks have more passes
+    contexts, out = split_restarts(batch), []  # a row for each context of a completion; usually the same batch
+    for rows in micro_batches(contexts, cfg):  # their numbers; none where other ranks have more passes
         # Cut to the longest of them. An empty pass takes row 0, for the collectives; what it gives is thrown away.
-        parts = compute_logprobs(policy, split.select(rows or [0]), cfg, top)
-        out = out or [part.new_zeros(*split.loss_mask.shape, *part.shape[2:]) for part in parts]
+        parts = compute_logprobs(policy, contexts.select(rows or [0]), cfg, top)
+        out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
         for kept, values in zip(out, parts if rows else (), strict=False):
             kept[rows, : values.shape[1]] = values
-    return tuple(merge_restarts(values, split, batch) for values in out)
+    return tuple(merge_restarts(values, contexts, batch) for values in out)
 
 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
@@ -509,15 +514,15 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int
     likeliest tokens (batch.teacher_top), this policy's log-probs of those become batch.top_logprobs.
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
-    # The model's inputs, rows and columns [N] of the hidden states that predict them, and targets [N], in that order.
-    *inputs, targets = pack(batch, cfg)
+    # A dict for the model; rows and columns [N] of the hidden states that predict the sampled tokens; targets [N].
+    inputs, rows, columns, targets = pack(batch, cfg)
     if batch.teacher_top is not None:  # beside the sampled token those that a teacher finds likeliest
         targets = torch.cat([targets[:, None], batch.teacher_top[where]], 1)  # [N, 1 + k]
 
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
         return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
 
-    logprobs, *others = policy(*inputs, targets, cfg.temperature, top)  # [N] each; inputs: dict, rows, columns
+    logprobs, *others = policy(inputs, rows, columns, targets, cfg.temperature, top)  # [N] each
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
@@ -583,8 +588,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that no denominator
-    counts it (but that of --loss_agg constant); tokens of low entropy (--top_entropy_quantile) lose their advantage
-    alone. Returns {name: numbers to log}."""
+    counts it (but that of --loss_agg constant), after its group's mean and std, which it is in; tokens of low entropy
+    (--top_entropy_quantile) lose their advantage alone. Returns {name: numbers to log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
@@ -603,11 +608,13 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 #     mine.needs = ("entropy",)      fields of Batch computed beforehand, without gradient: old_logprobs, ref_logprobs,
 #                                    entropy, sum_pi_squared, baselines (score of a greedy completion),
 #                                    teacher_logprobs, teacher_top (a teacher's likeliest tokens: --distill_topk),
-#                                    current_logprobs (before this very update; for losses and own_term)
+#                                    current_logprobs (before this very update; for losses and own_term). The first
+#                                    four and the last cost a forward pass
 #     mine.prepare = function        (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what needs whole
 #                                    groups or all ranks, found as batch.extras[name], cut into micro-batches as the
 #                                    rest. An advantage's runs once a step, before it; a loss's and own_term's before
-#                                    each optimizer update, on the rows of that update
+#                                    each optimizer update, on the rows of that update (with `current_logprobs` among
+#                                    its needs it finds old_logprobs as the loss does)
 #     mine.compares_group = False    an advantage that works with one completion a prompt; may be a function cfg -> bool
 #     mine.check = function          (cfg) -> why it cannot work with these settings, or None
 #
@@ -622,8 +629,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 # A loss is called for each micro-batch, with the run's cfg: rows of several domains may be in one. (An advantage gets
 # its domain's cfg.) Its batch.old_logprobs are always there (`pi_old`, section 7). A row may be a part of an agent's
 # completion: row_mean [B, 1] and row_sum [B] are then of that part. What a loss returns for prompts and padding does
-# not matter; for sampled tokens it has to be finite. A statistic is logged as its mean over the tokens that are learned
-# from, one whose name ends in _max as its maximum.
+# not matter; for sampled tokens it has to be finite. A statistic [B, T] or [B, 1] is logged as its mean over the tokens
+# that are learned from, one whose name ends in _max as its maximum.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -666,14 +673,14 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def own_term(logprobs: Tensor, _: Tensor, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
+def own_term(logprobs: Tensor, entropy: Tensor | None, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
     """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
 
-    Gets log-probs [B, T] of the sampled tokens with gradient, their entropy [B, T], and the micro-batch, in which
-    `part.rows` are the data rows and `part.step` is the step. Name the second argument `entropy`, in place of `_`, and
-    the entropy has a gradient, too, which costs memory. Returns the loss per token [B, T] (or None), to which
-    --loss_agg applies, and statistics like a policy loss. With `own_term.weights = "sum"` below it, it is added up as
-    it is: a term of completions or pairs divides by their number over all ranks, which `prepare` finds (section 5).
+    Gets log-probs [B, T] of the sampled tokens with gradient, and the micro-batch, in which `part.rows` are the data
+    rows and `part.step` is the step. With `own_term.entropy_gradient = True` below it, their entropy [B, T] has a
+    gradient, too, which costs memory; else it is None. Returns the loss per token [B, T] (or None), to which --loss_agg
+    applies, and statistics like a policy loss. With `own_term.weights = "sum"` it is added up as it is: a term of
+    completions or pairs divides by their number over all ranks, which `prepare` finds (section 5).
     """
     return None, {}
 
@@ -700,19 +707,29 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 
 def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of a micro-batch. It may hold some of a prompt's completions, or of a completion's rows: for
-    means over these `with_counts_of_update` has counted all their tokens.  [B, T]"""
-    if "_tokens_of_unit" in part.extras:
+    """`token_weights` of a micro-batch.  [B, T]"""
+    if "_tokens_of_unit" in part.extras:  # it may hold only some rows of a prompt, or of a completion
         counts = counts | {"num_tokens": part.extras["_tokens_of_unit"][:, None]}
-        return token_weights(part.loss_mask, "prompt_mean", **counts)  # of prompts, or of completions
+        return token_weights(part.loss_mask, "prompt_mean", **counts)  # the mean over a prompt, or over a completion
     return token_weights(part.loss_mask, cfg.loss_agg, **counts)
+
+
+def tokens_of_unit(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
+    """For `weights_of`, before an update is cut: the loss tokens of each row's prompt (prompt_mean), or of its whole
+    completion (seq_mean), where that is several rows.  [B]"""
+    tokens = batch.loss_mask.sum(1)  # [B]
+    if cfg.loss_agg == "prompt_mean":
+        _, size = group_index(batch.groups)  # [B] completions of the row's prompt
+        return {"_tokens_of_unit": group_mean(tokens, batch.groups) * size}
+    return {"_tokens_of_unit": tokens} if cfg.loss_agg == "seq_mean" and any(batch.restarts) else {}
 
 
 # ==== 7 update =======================================================================================================
 
 
 def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=None) -> dict:
-    """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank."""
+    """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank. loss_of:
+    another loss than `micro_loss`, a critic's (train_ppo.py)."""
     total, norms = defaultdict(float), []
     parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
     updates_done = step * cfg.num_iterations * cfg.num_minibatches
@@ -752,7 +769,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     each: "loss", "tokens" and the statistics.
     """
     loss_of = loss_of or micro_loss
-    batch = with_counts_of_update(policy, batch, cfg)
+    batch = prepared_for_update(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
         # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
@@ -761,30 +778,25 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    # Passes that learn are each rank's last ones. Of what comes before as many of them as any rank has, all advantages
-    # are 0 on every rank.
+    # Every rank's passes that learn are its last ones, and one rank has the most of them. In what lies before those all
+    # advantages are 0, on every rank.
     zero_passes = len(passes) - utils.all_max(sum(any(row_learns[row] for row in rows) for rows in passes))
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        with parameters.exchanging(policy, last):
-            loss, stats = backward(policy, part, cfg, counts, loss_of, may_end_early=number < zero_passes and not last)
+        with parameters.exchanging(policy, last):  # DDP sums gradients over ranks in the last backward pass alone,
+            may_end_early = number < zero_passes and not last  # so that one is made in any case
+            loss, stats = backward(policy, part, cfg, counts, loss_of, may_end_early)
         sums["loss"] += loss.double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
 
 
-def with_counts_of_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
-    """The batch with what is known of an update's rows, on all ranks, before they are cut."""
-    known, tokens = {}, batch.loss_mask.sum(1)  # [B]
-    if cfg.loss_agg == "prompt_mean":
-        _, size = group_index(batch.groups)  # [B] completions of the row's prompt
-        known["_tokens_of_unit"] = group_mean(tokens, batch.groups) * size  # [B] tokens of the prompt's completions
-    if cfg.loss_agg == "seq_mean" and any(batch.restarts):  # a completion of several rows is one completion
-        known["_tokens_of_unit"] = tokens
-    batch = replace(batch, extras=batch.extras | known)
+def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
+    """The batch with what has to be known of all of an update's rows before they are cut."""
+    batch = replace(batch, extras=batch.extras | tokens_of_unit(batch, cfg))
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
     shown = batch  # to the functions that prepare something
@@ -809,21 +821,21 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
 def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_end_early: bool) -> tuple[Tensor, dict]:
     """Adds a part's gradient to the policy's. Returns its loss and statistics.
 
-    In two stages: the loss's gradient by what the policy returned (log-probs, entropy), which is cheap; then back
-    through the model. A part whose advantages are all 0 (may_end_early) ends after the first, if that gradient is 0 on
-    all ranks; a KL or an entropy term may have one all the same. All ranks take the same branch, or FSDP's collectives
-    would not match. DDP and FSDP average gradients over ranks, so the loss is multiplied by their number.
+    In two stages: the loss's gradient by what the policy returned (log-probs, entropy), which is cheap; then from there
+    back through the model. A part whose advantages are all 0 (may_end_early) ends after the first, if that gradient is
+    0 on all ranks: a KL or an entropy term may have one all the same. All ranks take the same branch, or FSDP's
+    collectives would not match. DDP and FSDP average gradients over ranks, so the loss is multiplied by their number.
     """
-    outputs: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and the same without its graph
+    outputs: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and a leaf of the same values
 
-    def forward(*inputs):
+    def policy_with_leaves(*inputs):  # the loss's graph begins at the leaves, so the first stage ends there
         returned = policy(*inputs)
         leaves = [values.detach().requires_grad_(values.requires_grad) for values in returned]
         outputs.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
         return leaves
 
     with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
-        loss, stats = loss_of(forward, part, cfg, counts)
+        loss, stats = loss_of(policy_with_leaves, part, cfg, counts)
     returned, leaves = zip(*outputs, strict=True)
     gradients = torch.autograd.grad(loss * utils.world_size(), leaves, allow_unused=True, materialize_grads=True)
     if not may_end_early or utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
@@ -831,9 +843,9 @@ def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_e
     return loss.detach(), stats
 
 
-def micro_loss(forward: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
+def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
-    logprobs, entropy, _, *balance = compute_logprobs(forward, part, cfg)  # [B, T] each
+    logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))
     weights = weights_of(part, cfg, counts)  # [B, T]
     # The policy loss, times trainer / generator.
@@ -857,7 +869,7 @@ def micro_loss(forward: Callable, part: Batch, cfg: TrainConfig, counts: dict) -
     loss = (weights * per_token).sum()
     # What has weights of its own.
     with checks.explained("own_term", part):
-        own, numbers = own_term(logprobs, entropy, part, cfg)
+        own, numbers = own_term(logprobs, entropy if entropy.requires_grad else None, part, cfg)
     stats = stats | checks.check_statistics("own_term", numbers, part)
     if own is not None:
         own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
@@ -876,6 +888,9 @@ def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
     interpolate   from the generator's towards log pi: half of the way for a token of weights one step old, L / (L + 1)
                   of it for L steps (AReaL)
     current       log pi itself, which sampler and interpolate take for tokens that no generator sampled
+
+    The policy's ratio is pi / pi_old, and `correction` is pi_old / the generator's: their product is pi / the
+    generator's under each of them, as far as neither is clipped. (sampler: the ratio is all of it, the correction 1.)
     """
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
@@ -926,12 +941,13 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
         self.model, self.chunk, self.autocast = model, cfg.logprob_chunk, autocast
-        reads_entropy = "entropy" in inspect.signature(own_term).parameters
-        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None or reads_entropy
+        self.entropy_gradient = cfg.entropy_coef != 0 or cfg.entropy_target is not None
+        self.entropy_gradient |= getattr(own_term, "entropy_gradient", False)
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
             take_packed_rows(self.hf_model)
-        self.balance = None  # or a function that makes the loss of --router_aux_coef
+        self.balance = None  # holds without the next line, which is for mixtures of experts
+        # What replays the generator's choice of experts, and the function of the loss of --router_aux_coef.
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
         # Weights that a pass without images leaves out; the ranks add up their gradients all the same.
@@ -1006,7 +1022,8 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)  # gives a module rank 0's values
+    # handed_out empties the policy, and what it returns fills a module again, with rank 0's values.
+    fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)
     if cfg.strategy == "ddp":
         fill(policy)
         if not trained or utils.world_size() == 1:
@@ -1191,8 +1208,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded to: with --colocate the CPU, and the server sleeps from here on
-    home = colocate.home(cfg, device)
+    home = device  # where models are loaded to; holds without the next line
+    home = colocate.home(cfg, device)  # with --colocate the CPU, and the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
     cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
     memory, sampler = {}, None  # `memory` is shared by after_rollout and the prompt sampler

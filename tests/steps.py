@@ -6,9 +6,9 @@ import train_grpo as script
 
 
 async def sampled(rows, sampler, step, generator, reward_functions, cfg):
-    first, rounds = script.draw(sampler, step, cfg)
+    first, further = script.draw(sampler, step, cfg)
     versions = range(step, step + 1)
-    return await script.sample_rows(rows, first, sum(rounds, []), generator, reward_functions, cfg, versions, step)
+    return await script.sample_rows(rows, first, further, generator, reward_functions, cfg, versions, step)
 
 
 def collected(rows, sampler, step, generator, reward_functions, cfg):

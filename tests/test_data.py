@@ -239,7 +239,7 @@ def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, less):
     rows, counts = asked
     limit, sampler = sorted(counts)[60] - less, PromptSampler(120, 40, seed=0)
     cfg = TrainConfig(max_prompt_length=limit, num_generations=2, reward_funcs=["length"])
-    first, (further,) = draw(sampler, 0, cfg)
+    first, further = draw(sampler, 0, cfg)
     functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
     sampled = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
     fit = [n for n in first + further if counts[n] <= limit][:40]

@@ -115,12 +115,14 @@ def test_a_term_of_ones_own(small, monkeypatch):
 
 
 def test_a_term_of_entropy_is_the_entropy_bonus(small, monkeypatch):
-    """The entropy has its gradient where own_term reads it, and costs none where it does not."""
+    """The entropy has its gradient where own_term asks for it, and costs none where it does not."""
     cfg, _, _, batch = small
     batch.sampling_logprobs = batch.loss_mask * -7.0
 
     def term(logprobs, entropy, part, cfg):
         return -0.5 * entropy, {"bonus": entropy}
+
+    term.entropy_gradient = True
 
     def gradient(settings, own=None):
         with monkeypatch.context() as patch:
