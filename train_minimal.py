@@ -31,9 +31,9 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """All flags of this script. What it calls reads a few more of TrainConfig's settings, at their defaults:
-    system_prompt, reward_weights, reward_timeout, request_timeout. Declare one of these below, and it is a flag. A flag
-    that nothing here reads, beta for one, would do nothing."""
+    """All flags of this script. The functions of other files that it calls read more of TrainConfig's settings, such as
+    system_prompt, reward_weights, reward_timeout or dist_timeout, at their defaults: declare one of those below, and it
+    is a flag. A flag that nothing reads, beta for one, would do nothing."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -50,6 +50,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_completion_length: int = 12  # tokens; what is longer is cut off
     temperature: float = 1.0  # divides the logits, when sampling and when training
     rows_per_microbatch: int = 16  # completions in a forward and backward pass, whose logits take the memory
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of forward passes; weights are float32
     num_iterations: int = 1  # optimizer updates on the completions of a step; with 1 the clips below do nothing
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
     epsilon: float = 0.2  # lower clip: a token with A < 0 gets no gradient once its ratio is below 1 - epsilon
@@ -117,33 +118,40 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 #         return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
 
 
-async def sample(rows: list[dict], count: int, generator, reward_functions: dict, cfg: Settings) -> list[Trajectory]:
+async def sample(
+    rows: list[dict], count: int, generator, tokenizer, reward_functions: dict, cfg: Settings
+) -> list[Trajectory]:
     """`count` completions of each row, scored, the first row's first: by this order `advantages` knows whose they are.
     All rows are sampled at the same time.  generator: VLLMClient or HFGenerator"""
 
-    async def of_row(group: int, row: dict) -> list[Trajectory]:
-        prompt = prompt_ids(row, generator.tokenizer, cfg)  # in the model's chat template
+    async def of_row(row: dict) -> list[Trajectory]:
+        prompt = prompt_ids(row, tokenizer, cfg)  # in the model's chat template
         # Sampled from softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
-        begun = begun_in(prompt, generator.tokenizer, cfg)  # an opening <think> at the template's end; mostly ""
-        trajectories = []
-        for c in await generator.generate(prompt, **how):
-            # Tokens as they were sampled, the end token among them: text is never tokenised again.
-            text = generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)
-            # 1: sampled by the model; 0 would mark a tool's answer. `score` writes the reward to the last token.
-            loss_mask, token_rewards = [1] * len(c.token_ids), [0.0] * len(c.token_ids)
-            # c.logprobs: of the distribution it was sampled from, so divided by the temperature as in `token_logprobs`.
-            t = Trajectory(row, group, prompt, c.token_ids, loss_mask, c.logprobs, token_rewards)
-            t.info |= {"begun": begun, "completion": text}  # a reward function gets both as one text
-            t.finish_reason = c.finish_reason  # "length" if it was cut off, else "stop"
-            t.policy_version, t.policy_version_last = c.policy_version, c.policy_version_last  # oldest, newest weights
-            trajectories.append(t)
+        # A reward function gets the completion with what the template has opened for it, a <think>; mostly "".
+        begun = begun_in(prompt, tokenizer, cfg)
+        trajectories = [
+            Trajectory(
+                row=row,
+                group=0,  # not used here
+                prompt_ids=prompt,
+                token_ids=c.token_ids,  # as they were sampled, the end token among them: never tokenised again
+                loss_mask=[1] * len(c.token_ids),  # 1: sampled by the model; 0 would mark a tool's answer
+                logprobs=c.logprobs,  # after the division by the temperature
+                token_rewards=[0.0] * len(c.token_ids),  # `score` writes the reward to the last token
+                finish_reason=c.finish_reason,  # "length" if it was cut off, else "stop"
+                policy_version=c.policy_version,  # the oldest weights that sampled any of it, and the newest
+                policy_version_last=c.policy_version_last,
+                info={"begun": begun, "completion": tokenizer.decode(c.token_ids, skip_special_tokens=True)},
+            )
+            for c in await generator.generate(prompt, **how)
+        ]
         await score(trajectories, reward_functions, cfg)  # while a server still samples others
         if any(t.info["unrewarded"] for t in trajectories):
             raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
         return trajectories
 
-    return sum(await asyncio.gather(*(of_row(group, row) for group, row in enumerate(rows))), [])
+    return sum(await asyncio.gather(*map(of_row, rows)), [])
 
 
 def tensors(trajectories: list[Trajectory], device: torch.device) -> dict[str, Tensor]:
@@ -181,7 +189,7 @@ def micro_batches(batch: dict[str, Tensor], cfg: Settings) -> list[dict[str, Ten
 def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> Tensor:
     """Log-prob of each token, given the tokens before it; 0 for the first.  [B, T]"""
     ids, mask = part["input_ids"], part["attention_mask"]
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):  # the default
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=cfg.compute_dtype == "bfloat16"):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
     logprobs = (logits.float() / cfg.temperature).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return nn.functional.pad(logprobs, (1, 0))
@@ -221,13 +229,14 @@ def accumulate_gradients(model: nn.Module, batch: dict[str, Tensor], cfg: Settin
             loss = (policy_loss(logprobs, old, part, cfg) * mask).sum() / normalizer
             (loss * dist.get_world_size()).backward()  # DDP averages over ranks, and a sum is wanted
         # The generator computes a little differently, which is only watched here (train_grpo.py --correction).
+        # A mean over tokens, whatever `normalizer` is.
         gap = ((logprobs.detach() - part["sampling_logprobs"]).abs() * mask).sum() / tokens
         sums += torch.stack([loss.detach(), gap])
     dist.all_reduce(sums)
     return dict(zip(("loss", "sampling/logprob_diff_mean"), sums.tolist(), strict=True))
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], step: int, cfg: Settings):
+def update(model: nn.Module, optimizer, batch: dict[str, Tensor], step: int, cfg: Settings) -> dict[str, float]:
     """`num_iterations` updates of the weights. Returns numbers to log."""
     if cfg.num_iterations > 1:
         with torch.no_grad():
@@ -268,11 +277,11 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 def log(folder: Path | None, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
     """A line of metrics.jsonl, and one on the terminal: the means of `values` over all ranks, and `metrics`. folder:
     None on all ranks but 0."""
-    metrics = utils.over_ranks({name: (float(v.sum()), v.numel()) for name, v in values.items()}) | metrics
+    line = utils.over_ranks({name: (float(v.sum()), v.numel()) for name, v in values.items()}) | metrics
     if folder:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | metrics | {"time/unix": time.time()}) + "\n")
-        print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
+            file.write(json.dumps({"step": step} | line | {"time/unix": time.time()}) + "\n")
+        print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
 
 
 def train(cfg: Settings) -> None:
@@ -284,7 +293,7 @@ def train(cfg: Settings) -> None:
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: completions are compared; give 2 or more.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
-    cfg = utils.computable(cfg, device)  # compute_dtype: float32 on a CPU that is slow in bfloat16
+    cfg = utils.computable(cfg, device)  # compute_dtype becomes float32 on a CPU that is slow in bfloat16
     folder = None
     if rank == 0:
         cfg.run_name = cfg.run_name or f"{Path(cfg.model_id).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -310,14 +319,14 @@ def train(cfg: Settings) -> None:
         """Completions by the weights after exactly `step` steps, and their scores [prompts, completions]."""
         if cfg.generator == "hf":
             generator.seed(hash((cfg.seed, step, rank)))  # the hash of numbers is the same in every run
-        trajectories = asyncio.run(sample(rows, count, generator, reward_functions, cfg)) if rows else []
+        trajectories = asyncio.run(sample(rows, count, generator, tokenizer, reward_functions, cfg))
         utils.check_fresh(trajectories, range(step, step + 1), cfg.generator)  # an error if other weights sampled any
-        scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
+        scores = torch.tensor([t.info["reward"] for t in trajectories], dtype=torch.float64)
         return trajectories, scores.view(-1, count)
 
     def evaluate(step: int) -> None:
         """Held-out rows, sampled as in training. mean@k: the share of completions with a score of 1 or more; pass@k:
-        of rows with one."""
+        the share of rows with one at least."""
         k = cfg.eval_generations
         _, scores = sample_fresh(held_out[rank::world], k, step)  # [rows, k]
         solved = (scores > 1 - 1e-6).double()  # .7 + .2 + .1 is a little less than 1

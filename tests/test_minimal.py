@@ -132,11 +132,9 @@ def test_chats_are_scored_prompt_by_prompt():
         async def generate(self, prompt, n, **options):
             return [Completion(ids, [-1.0] * len(ids), "stop", 0, prompt) for ids in said]
 
-    generator = Generator()
-    generator.tokenizer = tokenizer
     rows = [{"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": answer} for answer in ("46", "47")]
-    found = asyncio.run(script.sample(rows, 2, generator, {"the_answer": the_answer}, script.Settings()))
-    assert [sum(t.token_rewards) for t in found] == [1, 0, 0, 1] and [t.group for t in found] == [0, 0, 1, 1]
+    given = rows, 2, Generator(), tokenizer, {"the_answer": the_answer}, script.Settings()
+    assert [t.info["reward"] for t in asyncio.run(script.sample(*given))] == [1, 0, 0, 1]
 
 
 def test_flags_that_it_does_not_have_are_refused():
