@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 from safety.processes import WorkerPool
-from scoring.text import answer_part, answer_parts, completion_text, tagged
+from scoring.text import answer_part, answer_parts, completion_text, numbers, tagged
 
 POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
 
@@ -25,6 +25,7 @@ SIGNS = {sign: rf"\frac{{{a}}}{{{b}}}" for sign, (a, b) in FRACTIONS.items()}
 SIGNS = str.maketrans(SIGNS | {"\u221e": r"\infty "} | dict.fromkeys("\u00b7\u22c5\u2219", r"\cdot "))
 RAISED = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
 LOWERED = str.maketrans(RAISED, "0123456789-")
+POWER_OF_TEN = re.compile(r"(?:([0-9.]+)\s*(?:\\times|\\cdot|\*)\s*|(?<![\w.]))10\s*(?:\^|\*\*)\s*\{?([0-9]{1,3})\}?")
 WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
 
 
@@ -111,7 +112,6 @@ def equals(given: str, is_expression: bool, answer: str) -> float | dict | None:
 
 def compared(given: str, is_expression: bool, answer: str) -> float | dict | None:
     from math_verify import verify
-    from sympy import Symbol
 
     gold = expression(answer)
     if not gold:
@@ -119,16 +119,16 @@ def compared(given: str, is_expression: bool, answer: str) -> float | dict | Non
     found = expression(given) if is_expression else parse(given)
     if not verify(gold, found, timeout_seconds=None):
         return 0.0
-    value = found[0]  # a symbol or a text is no sum: \mathbf{5}
-    if isinstance(value, str | Symbol) or isinstance(gold[0], str) or not written_out(gold[0]):
-        return 1.0
+    whole = gold[0] if getattr(gold[0], "is_Integer", False) else None
+    said = " ".join(part for part in found if isinstance(part, str))[:LONGEST]
     # Equal to a number, but perhaps the question over again, such as 12*34 for 408.
-    said = " ".join(part for part in found if isinstance(part, str)).replace(",", "")
-    wholes = {int(digits) for digits in re.findall(r"\d+", said[:LONGEST])}
-    numbers = [side for side in sides(value) if written_out(side, wholes)]
-    if any(n is value or verify(gold, [n], timeout_seconds=None) for n in numbers):
-        return 1.0
-    return {"reward": 0.0, "unevaluated": 1.0}
+    return 1.0 if whole is None or is_written(int(whole), said) else {"reward": 0.0, "unevaluated": 1.0}
+
+
+def is_written(whole: int, said: str) -> bool:
+    """Whether the number stands in the text as one writes it: its digits, also of 408.0, 4.08*10^2 and 40,800%."""
+    plain = POWER_OF_TEN.sub(lambda found: f"{found[1] or 1}e{found[2]}", said.replace("{,}", ","))
+    return any(abs(number) in (abs(whole), 100 * abs(whole)) for number in numbers(plain))
 
 
 def expression(text: str) -> list:
@@ -161,37 +161,3 @@ def in_latex(text: str) -> str:
     text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(SIGNS)
     text = re.sub(f"[{RAISED}]+", lambda found: "^{" + found[0].translate(LOWERED) + "}", text)
     return re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
-
-
-def written_out(value, wholes: set[int] | None = None) -> bool:
-    """Whether it is a number as one writes it, and no sum that sympy would do. wholes: the digits that stand there,
-    since 12/4 is no way to write 3."""
-    from sympy import Mul
-
-    kinds = [kind(part) for part in Mul.make_args(value) if part != -1]
-    if None in kinds or len({*kinds}) < len(kinds):
-        return False
-    if wholes is None or "scale" in kinds:
-        return True
-    number = value.doit()
-    return not number.is_Integer or abs(int(number)) in wholes
-
-
-def kind(part) -> str | None:
-    from sympy import Number, Pow, UnevaluatedExpr
-
-    if isinstance(part, Number):
-        return "number"
-    power = isinstance(part, Pow)
-    if isinstance(part, UnevaluatedExpr) or power and part.base == 10:  # of 50 %, of 3*10**5
-        return "scale"
-    return "divisor" if power and part.exp == -1 and isinstance(part.base, Number) else None
-
-
-def sides(value) -> list:
-    """What an equation or a set consists of: of x = 12*34 = 408 three."""
-    from sympy import And, FiniteSet
-    from sympy.core.relational import Relational
-
-    within = isinstance(value, Relational | And | FiniteSet)
-    return [side for part in value.args for side in sides(part)] if within else [value]
