@@ -32,7 +32,7 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from safety import secrets
+from safety import http, secrets
 
 
 class ConfigError(ValueError):
@@ -47,6 +47,8 @@ class NotNow(ConfigError):
 
     status = 1
 
+
+Tracker = Literal["wandb", "tensorboard", "trackio", "swanlab", "mlflow"]
 
 # A field that is no flag: set by code, or a constant of one published loss. Declared again above CONFIG it is a flag.
 NO_FLAG = {"flag": False}
@@ -250,7 +252,7 @@ class TrainConfig:
     log_completions: bool = True  # write every completion to completions/*.parquet: rewards, and of its tokens all
     print_samples_every: int = 10  # print one prompt, completion and reward every N steps; 0: never
     logprob_diff_limit: float = 0.2  # first step stops if |trainer - generator log-prob| exceeds this on average
-    report_to: list[str] = field(default_factory=list)  # besides: wandb, tensorboard, trackio, swanlab, mlflow
+    report_to: list[Tracker] = field(default_factory=list)  # besides: wandb, tensorboard, trackio, swanlab, mlflow
 
     def __post_init__(self):
         # What a domain does not say it has as it is here, before unset settings get values for the run as a whole.
@@ -416,8 +418,6 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
             raise ConfigError(message)
     if cfg.judge_template:
         read_text(cfg.judge_template)
-    for tracker in cfg.report_to:
-        known_name("--report_to", tracker, ("wandb", "tensorboard", "trackio", "swanlab", "mlflow"))
 
 
 def wrong_together(c: TrainConfig) -> list[tuple]:
@@ -490,24 +490,15 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     cfg = cls(**converted)
     if cfg.generator == "vllm":  # read before anything is written or started: masked from here on, and not inherited
         secrets.read("VLLM_SERVER_TOKEN")
-        cfg.server_urls = addresses(cfg.server_urls, "--server_urls")
+        cfg.server_urls = [http.base(url) for url in cfg.server_urls]
     if len({own.domain for own in cfg.by_domain()}) < len(cfg.domains):
         raise ConfigError("domains: two entries have the same name; give each one of its own.")
     for own in cfg.by_domain():
         with named(own):
-            addresses(own.teacher_urls, "--teacher_urls")
+            for url in own.teacher_urls:
+                http.base(url)  # ValueError for what is no address
             check(own)
     return cfg
-
-
-def addresses(urls: list[str], flag: str) -> list[str]:
-    """Of servers, without slashes at their ends. ConfigError for what is none."""
-    from safety import http
-
-    try:
-        return [http.base(url) for url in urls]
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {error}.") from None
 
 
 def public_config(cfg: TrainConfig) -> dict:
@@ -579,23 +570,24 @@ def flags(cls: type) -> list[dataclasses.Field]:
 
 
 def field_help(cls: type) -> dict[str, tuple[str, str]]:
-    """Field name -> (group, help): the comment behind the field, under its `# --- group ---`, bases first."""
+    """Field name -> (group, help): the comment behind or above the field, under its `# --- group ---`, bases first."""
     found: dict[str, tuple[str, str]] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
         try:
             lines = inspect.getsource(base).splitlines()
         except (OSError, TypeError):  # typed into an interpreter: works, without help texts
             continue
-        group = name = None
+        group, name, above = None, None, ""
         for line in lines:
             if ruler := re.fullmatch(r"\s*# --- (.+) ---", line):
                 group = ruler[1]
             if (start := re.match(r"    (\w+): ", line)) and start[1] in base.__annotations__:
                 name = start[1]
                 inherited = found.get(name, ("of this script", ""))
-                found[name] = (group or inherited[0], inherited[1])
-            if name and (comment := re.search(r"  # (.+)", line)):
+                found[name] = (group or inherited[0], above or inherited[1])
+            if name and (comment := re.search(r"\S  # (.+)", line)):
                 found[name], name = (found[name][0], comment[1]), None
+            above = "".join(re.findall(r"^    # (\w.+)", line))
     return found
 
 
