@@ -11,13 +11,11 @@ says it in user's terms.
 """
 
 import asyncio
-import contextvars
 import faulthandler
 import functools
 import importlib
 import inspect
 import logging
-import math
 import os
 import threading
 import time
@@ -48,14 +46,12 @@ class TooManyGivenUp(RuntimeError):
 @dataclass(eq=False)
 class Call:
     function: Callable
-    seconds: float
     deadline: float  # of time.monotonic()
     given_up: float | None = None  # when it ran out of time
     awaited: Future | None = None  # of an async function, on the loop of all of them
 
 
 RUNNING: set[Call] = set()
-_current: contextvars.ContextVar[Call | None] = contextvars.ContextVar("call", default=None)
 
 
 async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Callable | None = None) -> tuple | None:
@@ -70,10 +66,9 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
     if getattr(function, "own_process", False):
         processes = importlib.import_module("safety.processes")  # few functions ask for one; it builds on this file
         return await processes.run_in_process(function, kwargs, seconds, read)
-    call, ended, loop = Call(function, seconds, time.monotonic() + seconds), Future(), shared_loop()
+    call, ended, loop = Call(function, time.monotonic() + seconds), Future(), shared_loop()
 
     async def settled(awaitable) -> tuple:
-        _current.set(call)
         try:
             return read(await awaitable), None
         except BaseException as error:  # one that it let through would end the loop
@@ -81,7 +76,6 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
 
     def work() -> None:
         RUNNING.add(call)
-        _current.set(call)
         faulthandler.dump_traceback_later(seconds + MARGIN, exit=True, file=2)  # until `watch` sets it anew
         try:
             for prepare in NEW_THREADS:
@@ -153,12 +147,6 @@ def give_up(call: Call) -> None:
         raise TooManyGivenUp(said)
     if len(late) >= FIRST_WARNING:
         warn_once(said, kind=f"late calls: 2 ** {len(late).bit_length()}")
-
-
-def time_limit() -> float:
-    """Seconds that the call of other people's code under way here may take in all; infinity outside of one."""
-    call = _current.get()
-    return call.seconds if call else math.inf
 
 
 def copied(value):

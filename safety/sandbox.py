@@ -124,7 +124,9 @@ def check_contained(functions: Iterable[Callable], cfg) -> None:
     --allow_uncontained is not given. Says in a line what holds."""
     global allow_uncontained
     allow_uncontained = cfg.allow_uncontained
-    names = [getattr(function, "__name__", str(function)) for function in functions if executes_code(function)]
+    names = [
+        getattr(function, "__name__", str(function)) for function in functions if getattr(function, "executes_code", 0)
+    ]
     if not names:
         return
     if why_not_contained() and not allow_uncontained:
@@ -136,20 +138,9 @@ def check_contained(functions: Iterable[Callable], cfg) -> None:
         print(f"Code that the model writes ({', '.join(names)}) runs in {contained()}.")
 
 
-def executes_code(function: Callable) -> bool:
-    return bool(getattr(function, "executes_code", False))
-
-
 def require_containment() -> None:
     if not allow_uncontained and (fault := why_not_contained()):
         raise SandboxError(f"nothing contains the code here: {fault}. See docs/sandbox.md (--allow_uncontained)")
-
-
-PROBE = """
-import os
-networks = [line.split(':')[0].strip() for line in open('/proc/net/dev') if ':' in line]
-print(os.getpid() < 10, networks in ([], ['lo']), not os.access('/', os.W_OK), os.getuid() != 0)
-"""
 
 
 @functools.cache
@@ -158,11 +149,11 @@ def why_not_contained() -> str | None:
     if not shutil.which("bwrap"):
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
-        found = run({"program": PROBE, "stdin": ""}, 60, 512, 8, OUTPUT, contain=True)
+        found = run({"program": "print(1)", "stdin": ""}, 60, 512, 8, OUTPUT, contain=True)
     except SandboxError as error:
         return f"bubblewrap does not work here: {error}"
-    if found.stdout.split() != ["True"] * 4:
-        return f"bubblewrap does not hold what it should: {found.stdout.strip()!r} {found.stderr[-300:]}"
+    if found.stdout != "1\n":
+        return f"bubblewrap runs no python here: {found.stderr[-300:]}"
     return None
 
 
@@ -227,15 +218,8 @@ ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS",
 
 def bubblewrap(user: int | None, disk_mb: int) -> list[str]:
     """The command before the command.  user: root's way to a foreign user; None: by a user namespace"""
-    command = [
-        shutil.which("bwrap"),
-        "--unshare-ipc",
-        "--unshare-pid",
-        "--unshare-net",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-    ]
-    command += ["--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent"
+    command = [shutil.which("bwrap"), *spaces.split(), "--hostname", "sandbox", "--cap-drop", "ALL"]
     if user is None:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     else:
