@@ -207,8 +207,6 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
     here = {(name, isinstance(value, list | tuple)) for extras in given for name, value in extras.items()}
     tensors = {}
     for name, by_token in sorted(set().union(*utils.gather_objects(here))):
-        if name in tensors:
-            raise ValueError(f'info["extras"][{name!r}]: a list for each token here, a single number there')
         tensors[name] = torch.zeros(len(given), length) if by_token else torch.zeros(len(given))
         for row, (t, extras) in enumerate(zip(trajectories, given, strict=True)):
             value, start, size = extras.get(name, 0.0), len(t.prompt_ids), len(t.token_ids)

@@ -118,9 +118,11 @@ def test_a_function_gets_split_seed_and_what_stands_behind_its_name(tmp_path):
     assert load_rows(spec, split="test", seed=3) == [{"prompt": "hello test 3 'none' 1 False"}]
     (row,) = load_rows(f"{spec}?source=a/b%26c.jsonl&most=5&odd=true")
     assert row["prompt"] == "hello train 0 'a/b&c.jsonl' 5 True"
-    assert "'sorce'" in refused(f"{spec}?sorce=a")
+    for wrong in (f"{spec}?sorce=a", f"{tmp_path}/mine.py:seedless"):
+        with pytest.raises(TypeError, match="'sorce'|'seed'"):
+            load_rows(wrong)
     assert "has no 'row'" in refused(f"{tmp_path}/mine.py:row")
-    assert "seed" in refused(f"{tmp_path}/mine.py:seedless") and "str" in refused(f"{tmp_path}/mine.py:text")
+    assert "str" in refused(f"{tmp_path}/mine.py:text")
 
 
 def test_reasoning_gym():
