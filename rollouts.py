@@ -10,60 +10,35 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 """
 
 import asyncio
-import functools
-import inspect
 import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean
 
-from config import ConfigError, TrainConfig, known_name, shorten
+from config import ConfigError, TrainConfig, known_name, named, shorten
 from data import LOOKED_AT, has_column
-from envs import ToolEnvironment, adapters
-from envs.adapters import put_away, take_environment
-from envs.base import call_environment, checked_step, reset, state_of
-from envs.formats import outside_thinking
-from envs.playing import main
 from inputs.parts import PartError
 from inputs.pictures import PictureError
-from inputs.prompts import (
-    SCHEMAS,
-    begun_in,
-    drops_thinking,
-    found_in,
-    own_kwargs,
-    own_schemas,
-    prompt_messages,
-    with_tools,
-)
+from inputs.prompts import begun_in, found_in, own_schemas, prompt_messages
 from inputs.trajectory import (
-    LARGEST,
     RowError,
     Trajectory,
     TrajectoryError,
-    calls_in,
-    end_to_end,
     failed_trajectory,
     joined,
     known_scores,
-    spans_of,
+    sampling_options,
 )
-from inputs.vision import build_prompt, check_echo, continued, observed, vision_prompt
-from safety.calls import run_limited, say_once, unread, warn_once
+from inputs.vision import build_prompt, check_echo, vision_prompt
+from safety.calls import say_once, warn_once
+
+# Environments and agents are imported where they are asked for: a run of single turns reads none of them.
 
 ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic a little larger
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
-
-
-def sampling_options(cfg: TrainConfig) -> dict:
-    """The sampling arguments of `generator.generate` that a config sets; every turn samples with the same ones."""
-    options = dict(temperature=cfg.temperature, max_tokens=cfg.max_completion_length)
-    options |= dict(min_tokens=cfg.min_completion_length, top_p=cfg.top_p, top_k=cfg.top_k)
-    options |= {"stop": tuple(cfg.stop)} if cfg.stop else {}
-    return {name: value for name, value in options.items() if value is not None}
 
 
 async def enough_groups(
@@ -160,11 +135,11 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
 def check_rollout(cfg: TrainConfig) -> None:
     """ConfigError for a rollout, environment, tool or MCP server that is not there, before anything else starts."""
     known_name("--rollout", cfg.rollout, ROLLOUTS)
-    several = bool(cfg.env or cfg.tools or cfg.mcp_config)
-    if bool(cfg.agent) != (cfg.rollout == "agent"):
-        raise ConfigError(
-            f"--rollout {cfg.rollout} --agent {cfg.agent}: an agent is its own rollout; give --agent alone."
-        )
+    several = cfg.env or cfg.tools or cfg.mcp_config
+    wanted = "agent" if cfg.agent else "multi_turn" if several else "single_turn"
+    if cfg.rollout != wanted and cfg.rollout in ("agent", "multi_turn", "single_turn"):
+        flags = "--agent, --env, --tools and --mcp_config"
+        raise ConfigError(f"--rollout {cfg.rollout}: {flags} as they are make it {wanted}; leave --rollout out.")
     if cfg.agent:
         from envs.agents import check_agent
 
@@ -172,28 +147,28 @@ def check_rollout(cfg: TrainConfig) -> None:
     if cfg.on_rewrite == "fork" and (cfg.teacher_urls or cfg.teacher_prompt):
         raise ConfigError("--on_rewrite fork: a teacher's server is told of one row; use --on_rewrite append.")
     if cfg.rollout == "multi_turn":
-        if not several:
-            raise ConfigError("--rollout multi_turn needs --env, --tools or --mcp_config.")
-        asyncio.run(try_environment(cfg))
-    elif cfg.rollout == "single_turn" and several:
-        raise ConfigError(
-            "--rollout single_turn asks no environment or tool; leave it out, or --env, --tools, --mcp_config."
-        )
+        from envs import adapters
+
+        environment = adapters.environment_maker(cfg)()  # what is wrong with all of them shows now
+        asyncio.run(adapters.put_away(environment, False, cfg))
     if "environment" in cfg.reward_funcs and not (cfg.env or cfg.agent):
         raise ConfigError("--reward_funcs environment: there is no --env to give a reward.")
     if several and cfg.reward_funcs == ["reasoning_gym"] and not cfg.dataset_id.startswith("reasoning_gym:"):
         raise ConfigError("tools bring no reward: give --reward_funcs, such as last_number or my_rewards.py:right.")
 
 
-async def try_environment(cfg: TrainConfig) -> None:
-    """Make one environment, and close it: what is wrong with all of them shows at the start."""
-    outcome = await run_limited(adapters.environment_maker(cfg), {}, cfg.tool_timeout, unread)
-    if outcome is None:
-        raise ConfigError(f"--env {cfg.env}: making one took over {cfg.tool_timeout:g} s; see --tool_timeout.")
-    environment, error = outcome
-    if error is not None:
-        raise error
-    await put_away(environment, False, cfg)
+def with_parser(cfg: TrainConfig, processor) -> TrainConfig:
+    """The config, and those of its domains, with a parser of calls in place of `auto`. ConfigError where the chat
+    template writes calls that the chosen parser does not read."""
+    names = {}
+    for own in cfg.by_domain():
+        if own.env or own.tools or own.mcp_config or own.agent:
+            from envs.formats import parser_for
+
+            with named(own):
+                names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env or own.agent))
+    entries = [e | ({"tool_parser": names[e["name"]]} if e["name"] in names else {}) for e in cfg.domains]
+    return replace(cfg, domains=entries, tool_parser=names.get("", cfg.tool_parser))
 
 
 def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
@@ -225,23 +200,25 @@ async def each_alone(play_one: Callable, rows: list[dict], cfg: TrainConfig) -> 
 async def agent(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
     """Programs of others, which ask the model by OpenAI's API (envs/agents.py): as many at once as --agent_concurrency
     says."""
-    from envs import agents  # here: a run without has no server for them
+    from envs import agents
 
-    return await each_alone(lambda row, n: agents.play(row, n, generator, cfg, sampling_options(cfg)), rows, cfg)
+    return await each_alone(lambda row, n: agents.play(row, n, generator, cfg), rows, cfg)
 
 
 async def multi_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
-    """Model and environment (or tools) by turns."""
+    """Model and environment (or tools) by turns: envs/turns.py."""
+    from envs import adapters, turns
+
     make = adapters.environment_maker(cfg)
 
     async def one(row: dict, group: int) -> Trajectory:
-        environment, reusable = await take_environment(make, row, cfg), False
+        environment, reusable = await adapters.take_environment(make, row, cfg), False
         try:
-            trajectory = await play(row, group, environment, generator, cfg)
+            trajectory = await turns.play(row, group, environment, generator, cfg)
             reusable = True
             return trajectory
         finally:
-            await put_away(environment, reusable, cfg)
+            await adapters.put_away(environment, reusable, cfg)
 
     return await each_alone(one, rows, cfg)
 
@@ -294,8 +271,6 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
     they are returned as `failed_trajectory`.
     """
     function = ROLLOUTS[cfg.rollout]
-    if not inspect.iscoroutinefunction(function):
-        raise RolloutError(f"rollout {cfg.rollout!r} is no coroutine; write it as `async def`.")
     limit = None if getattr(function, "limits_itself", False) else ROLLOUT_TIMEOUT
     try:
         returned = await asyncio.wait_for(function([row], generator, cfg), limit)
@@ -328,12 +303,8 @@ def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> str | None:
         longest = max(b - a for a, b in pairwise(bounds))
     if longest > limit:
         return f"{longest} tokens are over --max_completion_length ({limit}): end it before, as one of 'length'"
-    if not {*t.loss_mask} <= {0, 1}:
-        return "loss_mask has something else than 1, where the policy sampled the token, and 0"
     if wrong := [t.logprobs[place] for place in sampled if not -math.inf < t.logprobs[place] <= ABOVE_ZERO]:
         return f"logprobs have {wrong[0]:g} for a sampled token; give Completion.logprobs, finite and at most 0"
-    if wrong := [reward for reward in t.token_rewards if not abs(reward) <= LARGEST]:
-        return f"token_rewards have {wrong[0]:g}; rewards are finite, from -{LARGEST:g} to {LARGEST:g}"
     return None
 
 
@@ -367,15 +338,7 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     return checked
 
 
-# ---- prompts as an environment begins them ---------------------------------------------------------------------------
-
-
-def begun(row: dict, messages: list[dict], environment, processor, cfg: TrainConfig) -> tuple[dict, list[dict]]:
-    """(the row with the prompt that its environment made of it, schemas of its tools for the chat template)"""
-    # No chat template asks for plain tags: the environment's own words do.
-    schemas = [tool.schema() for tool in environment.tools.values() if cfg.tool_parser != "tags"]
-    row = row | {"prompt": messages, SCHEMAS: []}
-    return with_tools(row, schemas, environment.instructions, processor, cfg.system_prompt), schemas
+# ---- data rows as the model sees them --------------------------------------------------------------------------------
 
 
 def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
@@ -384,10 +347,16 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     some, lengths, forged = rows[:LOOKED_AT], [], []
     if not (cfg.tools or cfg.mcp_config or cfg.env) and some and some[0].get("tools") and not own_schemas(some[0]):
         say_once(f"{name}: column `tools` holds no JSON schemas, and there are no --tools that it could name.")
-    environment = adapters.environment_maker(cfg)() if (cfg.tools or cfg.mcp_config) and not cfg.env else None
+    environment = None
+    if (cfg.tools or cfg.mcp_config) and not cfg.env:
+        from envs import adapters, turns
+
+        environment = adapters.environment_maker(cfg)()
     for number, row in enumerate(some):
         try:
-            shown = begun(row, environment.reset(row, 0), environment, processor, cfg)[0] if environment else row
+            shown = row
+            if environment:
+                shown, _ = turns.begun(row, environment.reset(row, 0), environment, processor, cfg)
             lengths.append(len(vision_prompt(shown, processor, None, cfg).token_ids))
         except (PartError, PictureError) as error:
             raise ConfigError(f"{name}, row {number}: {error}.") from error
@@ -414,156 +383,6 @@ def cannot_be_shown(group: list[Trajectory], number: int) -> bool:
     return fault is not None
 
 
-def shown_to_model(function: Callable, row: dict, *arguments):
-    """What `function` makes token ids of. Templates and image decoders raise whatever they like at what an environment
-    gave them, and that is this trajectory's fault alone."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        raise TrajectoryError(f"what the environment gave cannot be shown to the model: {error!r:.500}", row) from error
-
-
-# ---- one trajectory --------------------------------------------------------------------------------------------------
-
-
-async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) -> Trajectory:
-    """One trajectory, token in, token out: what was sampled is never decoded and tokenised again.
-
-    Ends when the environment is done, a turn is cut by its length, max_turns are over, or the environment's answer does
-    not fit: it is then left out altogether, text and images together. TrajectoryError if the environment fails.
-    """
-    processor = generator.tokenizer
-    messages = await reset(environment, row, cfg, processor)
-    shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
-    given = own_kwargs(row)
-    observe, drops = functools.partial(observed, **given), functools.partial(drops_thinking, **given)
-    prompt = so_far = build_prompt(row, generator, cfg, shown)
-    turns, mask, logprobs, states, experts, spans, finish = [], [], [], [], [None], [], "stop"
-    rows, limit, thinks = [], len(prompt.token_ids) + cfg.max_completion_length, False  # rows that ended; of the next
-    home: dict = {}  # the server that has the turns so far
-    state = await state_of(environment, row, cfg)
-    most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
-    for number in range(cfg.max_turns):
-        opened = begun_in(so_far.token_ids, processor, cfg)
-        sample = await sample_turn(so_far, limit - len(so_far.token_ids), generator, cfg, home)
-        experts[-1] = joined(experts[-1], sample)
-        turns.append(turn := turn_of(sample, len(mask), opened, state, environment, processor, cfg))
-        spans += spans_of(sample, len(mask))
-        so_far = continued(so_far, sample.token_ids)
-        mask, logprobs = mask + [1] * len(sample.token_ids), logprobs + sample.logprobs
-        states += [state] * len(sample.token_ids)
-        if sample.finish_reason != "stop":
-            finish = "length"
-            break
-        if isinstance(environment, ToolEnvironment):
-            environment.begun = opened
-        outcome = await call_environment(environment, "step", row, cfg, text=turn["text"])
-        answers, turn["reward"], done, turn["info"] = checked_step(outcome, environment, processor, most)
-        if done or number + 1 == cfg.max_turns:
-            break
-        state = await state_of(environment, row, cfg)
-        thinks = thinks or outside_thinking(opened + turn["text"]) != opened + turn["text"]
-        forks = thinks and cfg.on_rewrite == "fork" and shown_to_model(drops, row, answers, processor, schemas)
-        if forks:  # what the template makes of it all is another context, and a row of its own
-            whole = shown | {"prompt": [*shown["prompt"], *said_in(turns), *answers]}
-            answered = build_prompt(row, generator, cfg, whole, math.inf)
-            added, room = len(answered.token_ids), cfg.max_prompt_length + cfg.max_completion_length
-        else:
-            answered = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
-            added, room = len(answered.token_ids) - len(so_far.token_ids), limit
-        if len(answered.token_ids) >= room:
-            finish = "length"
-            break
-        if forks:
-            rows, experts = [*rows, so_far], [*experts, None]
-        turn["observation"], limit = answers, room
-        so_far, mask, logprobs = answered, mask + [0] * added, logprobs + [0.0] * added
-        states += [None] * added
-    info = {"completion": turns[-1]["text"], "turns": turns, "shown": shown["prompt"], "spans": spans}
-    info |= await judged(environment, turns, row, cfg)
-    # Members of a group whose images are the prompt's alone hold the same tensors: they can share the prompt.
-    first, *others = [*rows, so_far]
-    seen = first if len(first.images) > len(prompt.images) else prompt
-    token_ids = sum((other.token_ids for other in others), first.token_ids[len(prompt.token_ids) :])
-    info |= {"messages": sum(map(messages_of, turns), []), "model_inputs": seen.model_inputs}
-    sent = so_far.sent_ids[len(prompt.sent_ids) :]  # for a teacher: as a server takes them
-    info |= {"routed_experts": end_to_end(experts), "sent": (prompt.sent_ids, sent, len(prompt.images))}
-    if rows:
-        lengths = accumulate((len(other.token_ids) for other in others[:-1]), initial=len(first.token_ids))
-        info["restarts"] = [length - len(prompt.token_ids) for length in lengths]
-        info["restart_inputs"] = [other.model_inputs for other in others]
-    if any(state is not None for state in states):
-        info["states"] = states
-    if cfg.env:  # rewards may ask for it, as TRL's do for `environments`
-        info["object"] = getattr(environment, "inner", environment)
-    return Trajectory(
-        row=row,
-        group=group,
-        prompt_ids=prompt.token_ids,
-        token_ids=token_ids,
-        loss_mask=mask,
-        logprobs=logprobs,
-        token_rewards=[0.0] * len(mask),
-        images=so_far.images,
-        finish_reason=finish,
-        turns=len(turns),
-        policy_version=min(version for version, _, _ in spans),
-        policy_version_last=max(version for version, _, _ in spans),
-        info=info,
-    )
-
-
-async def sample_turn(so_far, budget: int, generator, cfg: TrainConfig, home: dict):
-    """The next turn, a Completion of at most `budget` tokens."""
-    options = sampling_options(cfg) | {"max_tokens": min(budget, cfg.max_turn_length or budget)}
-    options["min_tokens"] = min(cfg.min_completion_length, options["max_tokens"])
-    images = dict(images=so_far.images, expanded=so_far) if so_far.images else {}
-    (sample,) = await generator.generate(so_far.sent_ids, n=1, home=home, **images, **options)
-    check_echo(so_far, [sample])
-    return sample
-
-
-def turn_of(sample, start: int, opened: str, state, environment, processor, cfg: TrainConfig) -> dict:
-    """What is kept of a turn. start, end: its places among the trajectory's tokens; begun: what the prompt has begun it
-    with; state: the environment's before it."""
-    ids = sample.token_ids
-    text = processor.decode(ids)  # special tokens, too
-    if sample.finish_reason == "stop" and not any(stop in text for stop in cfg.stop):
-        text = processor.decode(ids[:-1])  # without the token that ends a turn
-    turn = {"text": text, "reward": 0.0, "observation": None, "info": {"calls": []} if environment.tools else {}}
-    turn |= {"tokens": len(ids), "start": start, "end": start + len(ids)}
-    return turn | ({"begun": opened} if opened else {}) | ({} if state is None else {"state": str(state)})
-
-
-async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
-    """Adds the environment's score() to the last turn's reward; {"metrics": its metrics(), "unscored": whether its
-    score() was None and no turn had a reward: then no reward applies}."""
-    score = await call_environment(environment, "score", row, cfg)
-    metrics = await call_environment(environment, "metrics", row, cfg)
-    turns[-1]["reward"] += score or 0.0
-    return {"metrics": metrics, "unscored": score is None and not any(turn["reward"] for turn in turns)}
-
-
-def said_in(turns: list[dict]) -> list[dict]:
-    """Turns as a chat template is given them again: the calls are in their text."""
-    said: list[dict] = []
-    for turn in turns:
-        answer = {"role": "assistant", "content": turn.get("begun", "") + turn["text"]}
-        said += [answer, *(turn["observation"] or ())]
-    return said
-
-
-def messages_of(turn: dict) -> list[dict]:
-    """A turn as rewards see it: the assistant's message, with its parsed `tool_calls` as in TRL and OpenAI's API, and
-    what answered it. What is tokenised has the calls in its text alone. What the prompt has begun the answer with is
-    `begun`, the beginning of its content."""
-    calls = turn["info"].get("tool_calls") if calls_in(turn["info"]) else None
-    begun = {"begun": turn["begun"]} if turn.get("begun") else {}
-    said = {"role": "assistant", "content": turn.get("begun", "") + turn["text"]} | begun
-    said |= {"tool_calls": calls} if calls else {}
-    return [said, *(turn["observation"] or ())]
-
-
 # What a rollout says about itself, as attributes:
 #
 #     mine.per_trajectory = True    it may be called once per completion, with num_generations 1, so that each is scored
@@ -580,4 +399,6 @@ multi_turn.per_trajectory = agent.per_trajectory = True
 
 
 if __name__ == "__main__":
+    from envs.playing import main
+
     main()

@@ -28,11 +28,11 @@ from pathlib import Path
 import psutil
 
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
-from envs.base import read_score
+from envs.base import limited, read_score
 from envs.recorder import Conversation, recorder
 from inputs.trajectory import Trajectory, TrajectoryError
 from runlog.storable import jsonable
-from safety.calls import run_limited
+from safety.calls import plain
 
 _PLACES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by event loop: a step has its own
 
@@ -59,12 +59,7 @@ def check_agent(cfg: TrainConfig) -> None:
     if function_path(cfg.agent):
         load_function(cfg.agent)
         return
-    try:
-        words = shlex.split(cfg.agent)
-    except ValueError as error:
-        raise ConfigError(
-            f"--agent {cfg.agent}: {error}; give file.py:function, or a command as a shell reads it."
-        ) from None
+    words = shlex.split(cfg.agent)
     if not words or not shutil.which(words[0]):
         raise ConfigError(
             f"--agent {cfg.agent}: there is no program {(words or [''])[0]!r}, nor is it file.py:function."
@@ -75,11 +70,11 @@ def check_agent(cfg: TrainConfig) -> None:
         )
 
 
-async def play(row: dict, group: int, generator, cfg: TrainConfig, options: dict) -> Trajectory:
+async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory:
     """One trajectory of the agent. TrajectoryError if it fails; what is wrong with the generator is raised as it is."""
     places = _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(cfg.agent_concurrency))
     async with places:
-        conversation = Conversation(row, generator, cfg, options)
+        conversation = Conversation(row, generator, cfg)
         key = recorder().open(conversation)
         endpoint = Endpoint(recorder().url, key, cfg.model_id, conversation.trajectory)
         work = run_function if function_path(cfg.agent) else run_command
@@ -117,12 +112,8 @@ def rewarded(returned, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
 
 async def run_function(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
     given = {"row": row, "endpoint": endpoint}
-    outcome = await run_limited(load_function(cfg.agent), given, cfg.agent_timeout)
-    if outcome is None:
-        raise TrajectoryError(f"--agent {cfg.agent} took over {cfg.agent_timeout:g} s (--agent_timeout)", row)
-    if outcome[1] is not None:
-        raise TrajectoryError(f"--agent {cfg.agent} raised {shorten(outcome[1], 500)}", row) from outcome[1]
-    return outcome[0], {}
+    how = f"--agent {cfg.agent}", row, plain, "--agent_timeout"
+    return await limited(load_function(cfg.agent), given, cfg.agent_timeout, *how), {}
 
 
 async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:

@@ -126,10 +126,11 @@ async def call_environment(environment, method: str, of: dict, cfg: TrainConfig,
     return await limited(getattr(environment, method), arguments, seconds, what, of, READ.get(method, plain))
 
 
-async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=unread):
+async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=unread, flag=""):
+    """What the function returned; TrajectoryError if it fails or is late. flag: that of the limit"""
     outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:
-        raise TrajectoryError(f"{what} took over {seconds:g} s (--tool_timeout)", row)
+        raise TrajectoryError(f"{what} took over {seconds:g} s ({flag or '--tool_timeout'})", row)
     if outcome[1] is not None:
         raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]
     return outcome[0]

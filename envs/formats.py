@@ -12,9 +12,9 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from config import ConfigError, function_path, known_name, load_function, named, shorten
+from config import ConfigError, function_path, known_name, load_function, shorten
 from inputs.prompts import clean, each_text, tokenizer_of
 
 # transformers takes seconds, and is imported where calls are read.
@@ -185,18 +185,6 @@ def instructions(schemas: list[dict], parser: str) -> str:
 def parser_of(cfg) -> str:
     """--tool_parser, or for an `auto` that no chat template has settled hermes."""
     return "hermes" if cfg.tool_parser == "auto" else cfg.tool_parser
-
-
-def settled(cfg, processor):
-    """The config, and those of its domains, with a parser in place of `auto`. ConfigError where the chat template
-    writes calls that the chosen parser does not read."""
-    names = {}
-    for own in cfg.by_domain():
-        if own.env or own.tools or own.mcp_config or own.agent:
-            with named(own):
-                names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env or own.agent))
-    entries = [e | ({"tool_parser": names[e["name"]]} if e["name"] in names else {}) for e in cfg.domains]
-    return replace(cfg, domains=entries, tool_parser=names.get("", cfg.tool_parser))
 
 
 def parser_for(wanted: str, processor, has_own: bool = False) -> str:

@@ -4,19 +4,17 @@
                     "wiki":   {"url": "http://127.0.0.1:9000/mcp", "prefix": "wiki_"}}}
 
 Ours beside the usual keys: `prefix` before the tools' names. A server has one connection, which all trajectories share.
-All connections live on one event loop of their own, each in one task, as the SDK's client wants it.
+A connection lives in one task, as the SDK's client wants it, on the event loop of all async tools (safety/calls.py).
 """
 
 import asyncio
 import atexit
 import contextlib
-import functools
 import json
 import logging
 import os
 import re
 import tempfile
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +22,8 @@ from config import ConfigError, require
 from envs.tools import Tool, named_tools
 from inputs.parts import text_part
 from safety import secrets
-from safety.calls import AT_END, warn_once
+from safety.calls import AT_END, shared_loop, warn_once
+from safety.sandbox import check_contained
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.
 
@@ -32,7 +31,6 @@ END_SECONDS = 8.0  # the SDK gives a process 2 s to end, then sends SIGTERM and 
 KEYS = {*"command args env cwd url headers type timeout disabled prefix".split()}
 
 logger = logging.getLogger(__name__)
-_loop = asyncio.new_event_loop()
 _live: set["Server"] = set()
 
 
@@ -43,6 +41,7 @@ def get_tools(cfg) -> dict[str, Tool]:
         if tool.name in tools:
             raise ConfigError(f'two tools are named {tool.name!r}; rename one, or give its MCP server a "prefix".')
         tools[tool.name] = tool
+    check_contained([tool.call for tool in tools.values()], cfg)
     return tools
 
 
@@ -53,8 +52,11 @@ def connect(path: str, seconds: float) -> list[Tool]:
     Raises ConfigError naming the server that does not start, and quoting the last lines it wrote to stderr.
     """
     require("mcp", f"--mcp_config={path}")
-    servers = read_servers(path, seconds)
-    tools, listings = [], [on_loop(server.list_tools()) for server in servers]
+    servers, loop = read_servers(path, seconds), shared_loop()
+    if close_all not in AT_END:
+        AT_END.append(close_all)
+        atexit.register(close_all)  # of programs that do not end by AT_END
+    tools, listings = [], [asyncio.run_coroutine_threadsafe(server.list_tools(), loop) for server in servers]
     try:
         for server, listing in zip(servers, listings, strict=True):
             tools += map(server.tool, listing.result())
@@ -111,7 +113,6 @@ class Server:
         return Tool(name, text, listed.input_schema, partial(self.call, listed.name), self.settings.get("timeout"))
 
     async def list_tools(self) -> list:
-        """On the loop of the connections."""
         client, tools, cursor = await self.client(), [], None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -121,7 +122,16 @@ class Server:
 
     async def call(self, tool: str, /, **arguments):
         """Text of the result, or message parts if there is an image in it; RuntimeError with what went wrong."""
-        result = await asyncio.wrap_future(on_loop(self.result(tool, arguments)))
+        from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST  # the latter: HTTP sessions that the server forgot
+
+        try:
+            client = await self.client()
+            result = await client.call_tool(tool, arguments, read_timeout_seconds=self.seconds)
+        except Exception as error:  # of the SDK, its transports and what the server did to them
+            if getattr(error, "code", CONNECTION_CLOSED) in (CONNECTION_CLOSED, INVALID_REQUEST):
+                await self.close()  # the next call starts it again
+                warn_once(self.said(f"is gone ({reason(error)})"), kind=f"MCP server {self.name}")
+            raise RuntimeError(f"MCP server {self.name!r}: {reason(error)}") from error
         parts = [as_part(content) for content in result.content]
         if not parts and result.structured_content is not None:  # else the same stands in the text
             parts = [text_part(json.dumps(result.structured_content, ensure_ascii=False))]
@@ -132,25 +142,15 @@ class Server:
             raise RuntimeError(text)
         return text
 
-    async def result(self, tool: str, arguments: dict):
-        """On the loop of the connections: what the SDK's client gives for the call."""
-        from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST  # the latter: HTTP sessions that the server forgot
-
-        try:
-            client = await self.client()
-            return await client.call_tool(tool, arguments, read_timeout_seconds=self.seconds)
-        except Exception as error:  # of the SDK, its transports and what the server did to them
-            if getattr(error, "code", CONNECTION_CLOSED) in (CONNECTION_CLOSED, INVALID_REQUEST):
-                await self.end()  # the next call starts it again
-                warn_once(self.said(f"is gone ({reason(error)})"), kind=f"MCP server {self.name}")
-            raise RuntimeError(f"MCP server {self.name!r}: {reason(error)}") from error
-
     async def client(self):
         """The SDK's client, after the server has started; RuntimeError if it does not."""
-        if self.life is None or self.life.done():
-            self.ready = _loop.create_future()
+        loop = asyncio.get_running_loop()
+        if (
+            self.life is None or self.life.done() or self.life.get_loop() is not loop
+        ):  # one that was blocked is given up
+            self.ready = loop.create_future()
             self.ready.add_done_callback(asyncio.Future.exception)  # no word of asyncio's if nobody asks any more
-            self.life = _loop.create_task(self.live(self.ready))
+            self.life = loop.create_task(self.live(self.ready))
             _live.add(self)
         return await asyncio.shield(self.ready)
 
@@ -202,10 +202,6 @@ class Server:
         return secrets.hide(f"MCP server {self.name!r} {fault}{quoted}")
 
     async def close(self) -> None:
-        """`end`, from any event loop."""
-        await asyncio.wrap_future(on_loop(self.end()))
-
-    async def end(self) -> None:
         """End the process or session, in END_SECONDS whatever it does."""
         if self.life is not None and not self.life.done():
             self.life.cancel()
@@ -235,27 +231,12 @@ def reason(error: BaseException) -> str:
     return str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}".strip(": ")
 
 
-# ---- the loop of the connections -------------------------------------------------------------------------------------
-
-
-@functools.cache
-def run_loop() -> None:
-    threading.Thread(target=_loop.run_forever, name="mcp", daemon=True).start()
-    AT_END.append(close_all)
-    atexit.register(close_all)  # of programs that do not end by AT_END
-
-
-def on_loop(coroutine):
-    run_loop()
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop)
-
-
 def close_all() -> None:
     """End all servers that were started, at the same time."""
 
     async def end() -> None:
-        await asyncio.gather(*(one.end() for one in list(_live)), return_exceptions=True)
+        await asyncio.gather(*(one.close() for one in list(_live)), return_exceptions=True)
 
-    if _loop.is_running():
+    if _live:
         with contextlib.suppress(TimeoutError):
-            on_loop(end()).result(END_SECONDS + 1)
+            asyncio.run_coroutine_threadsafe(end(), shared_loop()).result(END_SECONDS + 1)

@@ -10,48 +10,48 @@ from config import ConfigError, TrainConfig, parse_args
 from data import load_rows
 from envs import adapters
 from envs.base import call_environment, checked_step, reset
-from envs.tools import named_tools
+from envs.turns import judged
 from inputs.parts import text_of_parts
-from safety.sandbox import check_contained
 
 CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
 
 
-def random_policy(environment, messages: list[dict]) -> str:
+def random_policy(environment) -> str:
     actions = environment.actions()
     return CHANCE.choice(actions) if actions else "".join(CHANCE.choices("abc <>/", k=20))
 
 
-def by_hand(environment, messages: list[dict]) -> str:
+def by_hand(environment) -> str:
     try:
         return input("\nyou: ")
     except EOFError:
         raise SystemExit("\nrollouts.py: the input has ended, the game has not") from None
 
 
-async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float | None:
-    """Play one trajectory with text alone, printing every turn; returns its reward, None where it gives none."""
-    messages, total = await reset(environment, row, cfg), 0.0
-    if environment.instructions:
-        messages = [{"role": "system", "content": environment.instructions}, *messages]
+def show(messages: list[dict]) -> None:
     for message in messages:
         print(f"[{message['role']}] {text_of_parts(message['content'])}")
+
+
+async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> float | None:
+    """Play one trajectory with text alone, printing every turn; returns its reward, None where it gives none."""
+    messages, turns = await reset(environment, row, cfg), []
+    told = [{"role": "system", "content": environment.instructions}] if environment.instructions else []
+    show([*told, *messages])
     for number in range(1, cfg.max_turns + 1):
-        text = policy(environment, messages)
+        text = policy(environment)
+        print(f"\n--- turn {number} ---\n[assistant] {text}")
         outcome = await call_environment(environment, "step", row, cfg, text=text)
         answers, reward, done, info = checked_step(outcome, environment)
-        print(f"\n--- turn {number} ---\n[assistant] {text}")
-        for message in answers:
-            print(f"[{message['role']}] {text_of_parts(message['content'])}")
+        show(answers)
         print(f"reward {reward:g}{', done' if done else ''}  {info or ''}")
-        messages, total = [*messages, {"role": "assistant", "content": text}, *answers], total + reward
+        turns.append({"reward": reward})
         if done:
             break
-    score = await call_environment(environment, "score", row, cfg)
-    metrics = await call_environment(environment, "metrics", row, cfg)
-    total = None if score is None and not total else total + (score or 0.0)  # as `judged` has it
-    print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {metrics or ''}")
+    found = await judged(environment, turns, row, cfg)
     await adapters.put_away(environment, False, cfg)
+    total = None if found["unscored"] else sum(turn["reward"] for turn in turns)
+    print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {found['metrics'] or ''}")
     return total
 
 
@@ -75,7 +75,6 @@ def main() -> None:
     try:
         if not (cfg.env or cfg.tools or cfg.mcp_config):
             raise ConfigError("give --env, --tools or --mcp_config")
-        check_contained([tool.call for tool in named_tools(cfg)], cfg)
         make, rewards = adapters.environment_maker(cfg), []
         rows = load_rows(cfg.own_rows, own_prompts=not cfg.env) if cfg.own_rows else [{"prompt": cfg.prompt}]
         for episode in range(cfg.episodes):

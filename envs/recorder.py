@@ -45,10 +45,11 @@ from starlette.routing import Route
 
 from config import TrainConfig, shorten
 from envs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
+from envs.turns import Exchange, sample_turn, trajectory_of, turn_of
 from inputs.parts import parts_of
 from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, pattern_of, with_tools
-from inputs.trajectory import Trajectory, end_to_end, joined, spans_of
-from inputs.vision import Prompt, build_prompt, check_echo, continued, observed
+from inputs.trajectory import Trajectory
+from inputs.vision import Prompt, build_prompt, continued, observed
 from safety.calls import warn_once
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -73,25 +74,22 @@ class Refused(Exception):
 
 
 @dataclass(eq=False)
-class Exchange:
-    """One call: what the model saw, and what it answered."""
+class Answered(Exchange):
+    """One call that was answered."""
 
-    prompt: Prompt
-    schemas: list[dict] | None  # of the tools that the chat template was given
-    sample: object  # a Completion
-    thinks: bool  # it, or one that it continues, has thinking
-    turn: dict  # as rollouts.play keeps one
+    schemas: list[dict] | None = None  # of the tools that the chat template was given
+    thinks: bool = False  # it, or one that it continues, has thinking
     row: list = field(default_factory=list)  # of exchanges, each of which continues the one before
 
 
 class Conversation:
     """All calls with one key, on the event loop of the rollout, which samples."""
 
-    def __init__(self, row: dict, generator, cfg: TrainConfig, options: dict):
-        self.row, self.generator, self.cfg, self.options = row, generator, replace(cfg, system_prompt=None), options
+    def __init__(self, row: dict, generator, cfg: TrainConfig):
+        self.row, self.generator, self.cfg = row, generator, replace(cfg, system_prompt=None)
         self.loop = asyncio.get_running_loop()
-        self.rows: list[list[Exchange]] = []
-        self.known: dict[int, Exchange] = {}  # by `keys_of` its messages, the answer included
+        self.rows: list[list[Answered]] = []
+        self.known: dict[int, Answered] = {}  # by `keys_of` its messages, the answer included
         self.under_way: list[concurrent.futures.Future] = []  # calls, those that have ended included
         self.fault = self.loop.create_future()  # what is wrong with the generator, which no agent can mend
         self.template = own_kwargs(row)
@@ -125,18 +123,16 @@ class Conversation:
             raise Refused(fault, code="context_length_exceeded")
         if most < 1:
             raise Refused(f"max_tokens is {asked}; give a number from 1 on")
-        options = self.options | {"max_tokens": most, "min_tokens": min(cfg.min_completion_length, most)}
-        options |= {"stop": stops} if stops else {}
-        images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
-        (sample,) = await self.generator.generate(prompt.sent_ids, n=1, home=self.home, **images, **options)
-        check_echo(prompt, [sample])
+        sample = await sample_turn(prompt, most, self.generator, cfg, self.home, stops)
         # What follows has no await: calls that were made at the same time are entered one after another.
         opened = begun_in(prompt.token_ids, processor, cfg)
-        text = text_of(sample, stops, processor)
+        turn = turn_of(sample, opened, processor, stops)
         may_call = [] if body.get("tool_choice") == "none" else tools
-        message, calls = read_answer(opened + text, may_call, parser_of(cfg), stops, processor)
+        message, calls = read_answer(opened + turn["text"], may_call, parser_of(cfg), stops, processor)
         thinks = bool(message.get("reasoning_content")) or bool(before and before.thinks)
-        exchange = Exchange(prompt, schemas, sample, thinks, turn_of(sample, text, opened, calls))
+        events = [{"name": c.name, "call": f"{c.name} {c.arguments}", "failed": int(bool(c.error))} for c in calls]
+        turn["info"] = {"calls": events, "tool_calls": [call.as_message() for call in calls if not call.error]}
+        exchange = Answered(prompt, sample, turn, schemas=schemas, thinks=thinks)
         self.known[keys_of([message], tools, keys[-1])[-1]] = exchange
         if before and before.row[-1] is before:
             exchange.row = before.row
@@ -180,42 +176,9 @@ class Conversation:
         """All rows so far as one Trajectory, each behind the one before; None before the first answer."""
         if not self.rows:
             return None
-        prompt_ids, ids, mask, logprobs = self.rows[0][0].prompt.token_ids, [], [], []
-        restarts, inputs, turns, experts, spans = [], [], [], [], []
-        for number, exchanges in enumerate([*map(list, self.rows)]):
-            seen, routed = 0 if number else len(prompt_ids), None
-            if number:
-                restarts.append(len(ids))
-            for exchange in exchanges:
-                sample, new = exchange.sample, exchange.prompt.token_ids[seen:]
-                start = len(ids) + len(new)
-                spans += spans_of(sample, start)
-                ids += new + sample.token_ids
-                mask += [0] * len(new) + [1] * len(sample.token_ids)
-                logprobs += [0.0] * len(new) + sample.logprobs
-                seen = len(exchange.prompt.token_ids) + len(sample.token_ids)
-                turns.append(exchange.turn | {"start": start, "end": len(ids)})
-                routed = joined(routed, sample)
-            experts.append(routed)
-            inputs.append(exchanges[-1].prompt.model_inputs)
-        info = {"restarts": restarts, "restart_inputs": inputs[1:], "model_inputs": inputs[0], "turns": turns}
-        info |= {"completion": turns[-1]["text"], "routed_experts": end_to_end(experts), "spans": spans}
-        info["logged"] = [("agent/rows", len(self.rows)), ("agent/calls", len(turns))]
-        return Trajectory(
-            row=self.row,
-            group=group,
-            prompt_ids=prompt_ids,
-            token_ids=ids,
-            loss_mask=mask,
-            logprobs=logprobs,
-            token_rewards=[0.0] * len(ids),
-            images=self.rows[0][0].prompt.images,
-            finish_reason=self.rows[-1][-1].sample.finish_reason,
-            turns=len(turns),
-            policy_version=min(version for version, _, _ in spans),
-            policy_version_last=max(version for version, _, _ in spans),
-            info=info,
-        )
+        trajectory = trajectory_of(self.row, group, [*map(list, self.rows)])
+        trajectory.info["logged"] = [("agent/rows", len(self.rows)), ("agent/calls", trajectory.turns)]
+        return trajectory
 
 
 # ---- what a call says ------------------------------------------------------------------------------------------------
@@ -287,22 +250,6 @@ def stops_of(body: dict, cfg: TrainConfig) -> tuple[str, ...]:
 
 
 # ---- what the model answered -----------------------------------------------------------------------------------------
-
-
-def text_of(sample, stops: tuple[str, ...], processor) -> str:
-    """What was sampled, special tokens included, without the token that ended it."""
-    text = processor.decode(sample.token_ids)
-    if sample.finish_reason == "stop" and not any(stop in text for stop in stops):
-        text = processor.decode(sample.token_ids[:-1])
-    return text
-
-
-def turn_of(sample, text: str, opened: str, calls: list) -> dict:
-    """What rewards, metrics and the run's files read of an answer."""
-    events = [{"name": c.name, "call": f"{c.name} {c.arguments}", "failed": int(bool(c.error))} for c in calls]
-    info = {"calls": events, "tool_calls": [call.as_message() for call in calls if not call.error]}
-    turn = {"text": text, "reward": 0.0, "observation": None, "info": info, "tokens": len(sample.token_ids)}
-    return turn | ({"begun": opened} if opened else {})
 
 
 def read_answer(said: str, tools: list[dict], parser: str, stops: tuple[str, ...], processor) -> tuple[dict, list]:

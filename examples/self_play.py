@@ -25,8 +25,8 @@ from textarena.envs.Nim.env import NimEnv
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_grpo
 from envs.base import Environment, seed_of
+from envs.turns import play
 from hf_generator import HFGenerator
-from rollouts import play
 
 
 class Table:

@@ -1,4 +1,4 @@
-"""What a generator returns; a prompt and all that follows it, as rollouts return it; stand-ins."""
+"""What a generator is asked for and returns; a prompt and all that follows it, as rollouts return it; stand-ins."""
 
 from dataclasses import dataclass, field
 
@@ -61,6 +61,14 @@ class Trajectory:
         lengths |= {name: len(values) for name, values in said.items() if values is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"a trajectory's per-token lists must have one length, got {lengths}")
+
+
+def sampling_options(cfg: TrainConfig) -> dict:
+    """The sampling arguments of `generator.generate` that a config sets; every turn samples with the same ones."""
+    options = dict(temperature=cfg.temperature, max_tokens=cfg.max_completion_length)
+    options |= dict(min_tokens=cfg.min_completion_length, top_p=cfg.top_p, top_k=cfg.top_k)
+    options |= {"stop": tuple(cfg.stop)} if cfg.stop else {}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def calls_in(info: dict) -> list[dict]:

@@ -13,8 +13,6 @@ import rollouts
 from algorithms import optimizers, teachers
 from batch import Batch
 from config import TrainConfig, named
-from envs import formats
-from envs.tools import named_tools
 from inputs import agreement, router_replay
 from inputs.model import backbone, push_bucket_mb
 from inputs.processor import load_processor, with_template_kwargs
@@ -40,7 +38,7 @@ def settled(
         with named(domain):
             rollouts.check_rollout(domain)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
-    cfg = formats.settled(cfg, processor)
+    cfg = rollouts.with_parser(cfg, processor)
     rows, held_out, reward_functions = rows_and_rewards(cfg, processor, format_row)
     rollouts.check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
     if cfg.max_steps is None:
@@ -50,7 +48,7 @@ def settled(
 
 def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple[Sequence[dict], list[dict], dict]:
     """Training rows, held-out rows and reward functions, of all domains if there are any."""
-    rows, held_out, reward_functions, tools = [], [], {}, {}
+    rows, held_out, reward_functions = [], [], {}
     for domain in cfg.by_domain():
         with named(domain):
             training, evaluated = data.load_data(domain, format_row, cfg)
@@ -62,8 +60,7 @@ def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple
         # Rows on disk stay there; those of several domains are a list.
         rows, held_out = [*rows, *training] if cfg.domains else training, held_out + evaluated
         reward_functions |= {domain.prefix + name: function for name, function in functions.items()}
-        tools |= {domain.prefix + tool.name: tool.call for tool in named_tools(domain)}
-    sandbox.check_contained([*reward_functions.values(), *tools.values()], cfg)
+    sandbox.check_contained(reward_functions.values(), cfg)
     return rows, held_out, reward_functions
 
 

@@ -112,8 +112,8 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
 
 async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
     """What a tool answers to one call, in the environment of the row."""
-    import rollouts
     from envs import adapters
+    from envs.base import reset
     from envs.formats import Call
 
     name, _, arguments = call.partition(" ")
@@ -122,14 +122,14 @@ async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
     except ValueError as error:
         raise ConfigError(f"--call {call!r}: give NAME and a JSON object of arguments ({error})") from None
     own = cfg.of(row)
-    environment = await rollouts.take_environment(adapters.environment_maker(own), row, own)
+    environment = await adapters.take_environment(adapters.environment_maker(own), row, own)
     try:
-        await rollouts.reset(environment, row, own, processor)
+        await reset(environment, row, own, processor)
         if not hasattr(environment, "toolbox"):
             raise ConfigError(f"--call: this run has no tools; --tools and --mcp_config name some (--env {own.env})")
         messages, events = await environment.toolbox.run([wanted], environment.tools)
     finally:
-        await rollouts.put_away(environment, False, own)
+        await adapters.put_away(environment, False, own)
     return {"call": call, "answer": messages[0]["content"], "failed": events[0]["failed"]}
 
 

@@ -46,12 +46,13 @@ import data
 import train_grpo as script
 import utils
 from config import function_path, load_function
-from envs import adapters, agents, formats
+from envs import adapters, agents
 from envs.adapters import put_away
+from envs.turns import play
 from inputs.processor import load_processor, with_template_kwargs
 from inputs.trajectory import Completion
 from inputs.vision import rope_index_of
-from rollouts import look_at, play, sampling_options
+from rollouts import look_at, with_parser
 from runlog import checkpoints
 
 
@@ -102,7 +103,7 @@ async def demonstrate(
             environment, stream = make and make(), f"{cfg.seed} {step} {group} {member}"
             shown = Demonstrator(function, row, environment, processor, rope_index, stream, too_long)
             if cfg.agent:
-                tasks.append(agents.play(row, group, shown, cfg, sampling_options(cfg)))
+                tasks.append(agents.play(row, group, shown, cfg))
             else:
                 tasks.append(play(row, group, environment, shown, cfg))
                 played.append(environment)
@@ -120,7 +121,7 @@ def main(cfg: WarmConfig) -> None:
         raise ConfigError(f"--load_in {cfg.load_in}: a warm start is saved whole; leave it out here.")
     function = load_function(cfg.demonstrations)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)
-    cfg = formats.settled(cfg, processor)
+    cfg = with_parser(cfg, processor)
     rows, _ = data.load_data(cfg, script.format_row)
     look_at(rows, "rows", processor, cfg)
     _, _, device = utils.init_distributed(cfg.dist_timeout)

@@ -9,7 +9,8 @@ import rewards
 from config import ConfigError, TrainConfig
 from data import load_rows
 from envs.adapters import environment_maker
-from rollouts import check_rollout, play
+from envs.turns import play
+from rollouts import check_rollout
 
 
 def act(environment, method, *arguments):

@@ -20,7 +20,7 @@ from config import ConfigError, TrainConfig
 from envs import agents
 from envs.recorder import Conversation, read_answer, recorder
 from inputs.trajectory import Completion, TrajectoryError
-from rollouts import sampling_options, trajectory_fault
+from rollouts import trajectory_fault
 from runlog.reading import read_metrics
 from vllm_client import VLLMClient
 
@@ -57,7 +57,7 @@ def config(agent, **settings) -> TrainConfig:
 
 def played(agent: str, sampler, **settings):
     cfg = config(agent, **settings)
-    return asyncio.run(agents.play(ROW, 0, sampler, cfg, sampling_options(cfg)))
+    return asyncio.run(agents.play(ROW, 0, sampler, cfg))
 
 
 def rows_of(t) -> list[tuple[list[int], list[int], list[int]]]:
@@ -318,7 +318,7 @@ def test_what_is_not_served_is_answered_as_openai_does():
     whole = {"model": cfg.model_id, "messages": [message]}
 
     async def asked() -> list[tuple[int, dict]]:
-        key = recorder().open(Conversation(ROW, Scripted("smollm2", ["a b c d e f g h"]), cfg, sampling_options(cfg)))
+        key = recorder().open(Conversation(ROW, Scripted("smollm2", ["a b c d e f g h"]), cfg))
 
         def post(body, route="/chat/completions", key=key, method="POST") -> tuple[int, dict]:
             data = body if isinstance(body, str) else json.dumps(body)
@@ -382,7 +382,7 @@ def test_a_command_is_any_program_and_ends_with_all_it_started(tmp_path, monkeyp
             agent="python ask.py {row_file}", reward_funcs=["last_number"], agent_timeout=4 if message else 60
         )
         agents.check_agent(cfg)
-        playing = agents.play(ROW, 0, Scripted("smollm2", ["a"]), cfg, sampling_options(cfg))
+        playing = agents.play(ROW, 0, Scripted("smollm2", ["a"]), cfg)
         if message:
             with pytest.raises(TrajectoryError, match=message):
                 asyncio.run(playing)
@@ -424,7 +424,7 @@ def test_what_a_library_sends_back_continues_what_was_sampled(name, chains):
     """Each writes a call's JSON in its own way. smolagents makes text of calls: a history written anew each time."""
     sampler = Scripted("qwen2_5", [COMPUTES, "It is 5."])
     cfg = replace(config("tools"), agent=agent_of(name), agent_timeout=60)
-    check_rows(asyncio.run(agents.play(ROW, 0, sampler, cfg, sampling_options(cfg))), sampler, chains)
+    check_rows(asyncio.run(agents.play(ROW, 0, sampler, cfg)), sampler, chains)
 
 
 class Logged:
@@ -457,7 +457,7 @@ def test_rows_of_agents_of_others_are_what_the_server_sampled(name, server, logg
     push(client, named(model), 1)
     settings = dict(agent=agent_of(name), agent_timeout=60, tool_parser="hermes", reward_funcs=["last_number"])
     cfg = TrainConfig(**settings, max_prompt_length=256, max_completion_length=200, max_turn_length=12)
-    t = asyncio.run(agents.play(ROW, 0, logged, cfg, sampling_options(cfg)))
+    t = asyncio.run(agents.play(ROW, 0, logged, cfg))
     assert trajectory_fault(t, None, cfg) is None and t.policy_version == 1
     trained = {}
     for ids, mask, logprobs in rows_of(t):
@@ -483,7 +483,7 @@ def test_a_push_in_the_middle_of_an_answer(server, logged):
     cfg = config("long_answer", agent_timeout=100, **lengths)
 
     async def across():
-        task = asyncio.ensure_future(agents.play(ROW, 0, logged, cfg, sampling_options(cfg)))
+        task = asyncio.ensure_future(agents.play(ROW, 0, logged, cfg))
         await asyncio.sleep(1)
         await asyncio.to_thread(push, client, named(moved(model, 2)), 2)
         return await task

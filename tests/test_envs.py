@@ -156,7 +156,9 @@ def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
 
 def test_played_from_the_command_line(tmp_path):
     """Without torch, model or server."""
-    code = "import sys, rollouts; assert not {'torch', 'transformers', 'vllm'} & {*sys.modules}; rollouts.main()"
+    code = (
+        "import sys, envs.playing; assert not {'torch', 'transformers', 'vllm'} & {*sys.modules}; envs.playing.main()"
+    )
     flags = ["--env", "frozenlake", "--policy", "random", "--episodes", "3"]
     run = dict(capture_output=True, text=True, timeout=120)
     done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, **run)

@@ -23,6 +23,7 @@ from envs.adapters import environment_maker
 from envs.mcp import get_tools
 from envs.tools import Call, Toolbox
 from safety import secrets
+from safety.calls import run_limited
 
 START = 60.0  # seconds a server may take to start
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -183,7 +184,7 @@ def test_a_server_for_each_trajectory(tmp_path):
         said.append(message["content"])
     assert said[0] == said[2] != said[1] and len(children() - before) == 2
     for environment in (one, other):
-        asyncio.run(environment.close())
+        asyncio.run(run_limited(environment.close, {}, START))
     assert children() == before
 
 

@@ -20,7 +20,7 @@ import train_grpo as script
 from batch import start_record
 from config import TrainConfig
 from envs import Environment
-from rollouts import play
+from envs.turns import play
 from runlog.log import completion_rows
 from runlog.tokens import token_columns, write_vocabulary
 

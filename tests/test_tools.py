@@ -12,12 +12,13 @@ from test_turns import Scripted, add, config, tokenizer_of, tool_environment
 from transformers import AutoTokenizer
 
 from config import ConfigError
-from envs import formats, tools
+from envs import tools
 from envs.formats import Call, read_calls
 from envs.mcp import get_tools
 from envs.tools import Tool, Toolbox, from_function
+from envs.turns import play
 from inputs.prompts import shown_by
-from rollouts import play
+from rollouts import with_parser
 
 pytestmark = pytest.mark.quick
 
@@ -283,7 +284,7 @@ def played(tokenizer, cfg, *turns: str):
 def test_three_turns_in_a_templates_own_format(parser):
     """--tool_parser auto takes what reads the calls that the template writes; one that cannot be read is answered."""
     tokenizer = tokenizer_with(*WRITTEN[parser])
-    cfg = formats.settled(config(tool_parser="auto"), tokenizer)
+    cfg = with_parser(config(tool_parser="auto"), tokenizer)
     assert cfg.tool_parser == parser
     call = call_of(tokenizer, a=20, b=3)
     broken = call[: call.index("add") + 3]
@@ -297,10 +298,10 @@ def test_three_turns_in_a_templates_own_format(parser):
 def test_another_parser_than_the_templates_is_refused_at_start():
     tokenizer = tokenizer_with(*WRITTEN["xml"])
     with pytest.raises(ConfigError, match="--tool_parser=hermes: .* writes xml"):
-        formats.settled(config(tool_parser="hermes"), tokenizer)
-    assert formats.settled(config(tool_parser="tags"), tokenizer).tool_parser == "tags"  # in our own words
+        with_parser(config(tool_parser="hermes"), tokenizer)
+    assert with_parser(config(tool_parser="tags"), tokenizer).tool_parser == "tags"  # in our own words
     for asked, found in (("auto", "hermes"), ("xml", "xml")):  # no tools in the template: it is told in our words
-        assert formats.settled(config(tool_parser=asked), tokenizer_of("smollm2")).tool_parser == found
+        assert with_parser(config(tool_parser=asked), tokenizer_of("smollm2")).tool_parser == found
 
 
 WITH_CALL = "{% if messages[loop.index0 - 1]['tool_calls'] %}<answer>{{ m['content'] }}</answer>{% endif %}"

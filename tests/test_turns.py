@@ -15,9 +15,10 @@ from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, ToolEnvironment
 from envs.tools import Tool, Toolbox, from_function
+from envs.turns import play
 from inputs.prompts import render
 from inputs.trajectory import Completion
-from rollouts import TrajectoryError, check_rollout, look_at, play, trajectory_fault
+from rollouts import TrajectoryError, check_rollout, look_at, trajectory_fault
 
 pytestmark = pytest.mark.quick
 
@@ -301,7 +302,7 @@ def test_a_prompt_that_its_tools_make_too_long(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(rollout="single_turn", reward_funcs=["length"]), "asks no environment or tool"),
+        (dict(rollout="single_turn", reward_funcs=["length"]), "make it multi_turn"),
         (dict(dataset_id="rows.jsonl"), "tools bring no reward: give --reward_funcs"),
     ],
 )

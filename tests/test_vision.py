@@ -24,9 +24,10 @@ import train_grpo as script
 import utils
 from config import ConfigError, TrainConfig
 from envs import Environment, agents
+from envs.turns import play
 from inputs import agreement, pictures, prompts, vision
 from inputs.processor import load_processor
-from rollouts import look_at, play, sampling_options, single_turn
+from rollouts import look_at, single_turn
 from runlog import checkpoints
 from runlog.reading import read_metrics
 from vllm_client import encode_image
@@ -317,7 +318,7 @@ def test_images_of_an_agent(family, tmp_path):
     generator = script.make_generator(cfg, inner.hf_model, load_processor(folder), torch.device("cpu"))
     row = {"prompt": "-"}
     cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, picture_rows()))
-    t = asyncio.run(agents.play(row, 0, generator, cfg, sampling_options(cfg)))
+    t = asyncio.run(agents.play(row, 0, generator, cfg))
     assert len(t.info["restarts"]) == 1 and t.turns == 3
     batch = script.collate([t, t], 0, torch.device("cpu"))
     for shared in {cfg.shared_prefix, False}:
