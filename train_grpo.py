@@ -17,8 +17,8 @@ A training step, and where to find it:
 
 Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step. For an
 idea you need not read all of it: an advantage is section 5; a loss section 6, with `micro_loss` in 7, which calls it; a
-rollout section 3; an optimizer `make_optimizer`. Lines that name `teachers`, `colocate`, `gpu`, `agreement` or
-`router_replay` can be deleted with the import: two such features have a line for that above theirs.
+rollout section 3; an optimizer `make_optimizer`. A feature goes with the lines that call its room, and its import:
+`teachers.`, `colocate.`, `gpu.`, `agreement.`, `router_replay.`
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -190,7 +190,7 @@ def train(
             metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             metrics |= rollout_metrics(trajectories, cfg) | collected
             returned = after_rollout(trajectories, run.memory, step, cfg)
-            trajectories, numbers = checks.with_numbers(returned, trajectories)
+            trajectories, numbers = checks.with_numbers(returned, trajectories)  # sorted by group; numbers to log
             added = counts_by_origin(trajectories)  # those that after_rollout added
             metrics |= numbers | added
             batch = collate(trajectories, pad_id, run.device, rank, step)
@@ -217,7 +217,7 @@ def train(
                     pushed = step + 1
                     push_weights(policy, generator, pushed, cfg.push_bucket_mb)
                     collector.pushed(pushed, cfg)
-            cfg = adapt(cfg, metrics) if learns else cfg
+            cfg = adapt(cfg, metrics) if learns else cfg  # beta by --kl_target, entropy_coef by --entropy_target
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
         if step == run.first:
@@ -300,8 +300,9 @@ class Sampled(NamedTuple):
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
 # To write one, copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=..., ...), and
-# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine. For several turns an environment is shorter
-# (--env, docs/environments.md); `play` (rollouts.py) is what takes them.
+# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine. Several turns are eight lines as an
+# environment (--env, docs/environments.md); in a rollout, continued(prompt, ids) and observed(prompt, messages, ...)
+# of inputs/vision.py make the next prompt.
 
 
 class Collector:
@@ -356,8 +357,8 @@ async def sample_rows(
         (group, sampled_at), *baselines = await asyncio.gather(*calls)
         for trajectory in group:
             trajectory.info["row_number"] = number
-        for (greedy_completion,), _ in baselines:
-            rollouts.tell_baseline(group, greedy_completion)
+        for greedy_group, _ in baselines:
+            rollouts.tell_baseline(group, greedy_group[0])
         silent = rollouts.cannot_be_shown(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
@@ -389,7 +390,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
         work = [asyncio.ensure_future(score(played, functions, call_cfg))]
-        work.append(teachers.tell(played, generator, call_cfg, scored=work[0]))
+        work.append(teachers.tell(played, generator, call_cfg, scored=work[0]))  # waits for work[0] if it needs scores
         try:
             await asyncio.gather(*work)
         except RewardError as error:
@@ -579,7 +580,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    for domain_cfg, rows, part in by_domain(batch, cfg):  # statistics over "batch" cover the rows of one domain
+    # Statistics over "batch" cover the rows of one domain. A rank without any takes part with a row that does not count.
+    for domain_cfg, rows, part in by_domain(batch, cfg):
         advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
         batch.advantages = placed(advantages, rows, batch.advantages)
         stats |= checks.metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
@@ -764,8 +766,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
     Counts are global and taken before the loop, or ranks with short completions would count more. Groups whose
-    completions all scored the same have no gradient under most losses: micro-batches of such groups alone, in which
-    every advantage is 0, come first, and `backward` may end early there. Returns this rank's sums over tokens, a scalar
+    completions all scored the same have no gradient under most losses: passes of such groups alone come first, and end
+    before the model's backward pass. Returns this rank's sums over tokens, a scalar
     each: "loss", "tokens" and the statistics.
     """
     loss_of = loss_of or micro_loss
@@ -778,17 +780,15 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    # Every rank's passes that learn are its last ones, and one rank has the most of them. In what lies before those all
-    # advantages are 0, on every rank.
-    zero_passes = len(passes) - utils.all_max(sum(any(row_learns[row] for row in rows) for rows in passes))
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
+    may_end_early = True  # until a pass has a gradient on any rank
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        with parameters.exchanging(policy, last):  # DDP sums gradients over ranks in the last backward pass alone,
-            may_end_early = number < zero_passes and not last  # so that one is made in any case
-            loss, stats = backward(policy, part, cfg, counts, loss_of, may_end_early)
+        may_end_early &= not last  # in the last backward pass DDP sums the gradients over ranks
+        with parameters.exchanging(policy, last):
+            loss, stats, may_end_early = backward(policy, part, cfg, counts, loss_of, may_end_early)
         sums["loss"] += loss.double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -818,13 +818,15 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
 
 
-def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_end_early: bool) -> tuple[Tensor, dict]:
-    """Adds a part's gradient to the policy's. Returns its loss and statistics.
+def backward(
+    policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_end_early: bool
+) -> tuple[Tensor, dict, bool]:
+    """Adds a part's gradient to the policy's. Returns its loss, statistics, and whether it ended early.
 
     In two stages: the loss's gradient by what the policy returned (log-probs, entropy), which is cheap; then from there
-    back through the model. A part whose advantages are all 0 (may_end_early) ends after the first, if that gradient is
-    0 on all ranks: a KL or an entropy term may have one all the same. All ranks take the same branch, or FSDP's
-    collectives would not match. DDP and FSDP average gradients over ranks, so the loss is multiplied by their number.
+    back through the model. With may_end_early the second is left out if that gradient is 0 on all ranks, which is seen
+    and not concluded from advantages of 0: a KL term may have one all the same. All ranks take the same branch, or
+    FSDP's collectives would not match. DDP and FSDP average over ranks, so the loss is multiplied by their number.
     """
     outputs: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and a leaf of the same values
 
@@ -838,23 +840,24 @@ def backward(policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_e
         loss, stats = loss_of(policy_with_leaves, part, cfg, counts)
     returned, leaves = zip(*outputs, strict=True)
     gradients = torch.autograd.grad(loss * utils.world_size(), leaves, allow_unused=True, materialize_grads=True)
-    if not may_end_early or utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
+    ends_early = may_end_early and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients)))
+    if not ends_early:
         torch.autograd.backward(returned, gradients)
-    return loss.detach(), stats
+    return loss.detach(), stats, ends_early
 
 
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each
-    part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))
+    part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
     weights = weights_of(part, cfg, counts)  # [B, T]
     # The policy loss, times trainer / generator.
     with checks.explained(f"policy loss {cfg.policy_loss!r}", part):  # a field that nobody computed: see `needs`
         returned = POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg)
     policy_loss, stats = checks.check_loss(returned, part, cfg)  # [B, T]
-    trust = correction(logprobs, part, cfg)
-    per_token = policy_loss * trust  # [B, T]
-    stats = stats | mismatch_statistics(logprobs, trust, part, cfg) | {"entropy": entropy}
+    w = correction(logprobs, part, cfg)  # [B, T]
+    per_token = policy_loss * w  # [B, T]
+    stats = stats | mismatch_statistics(logprobs, w, part, cfg) | {"entropy": entropy}
     # What is weighted as the policy loss is: KL, teacher, entropy.
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = checks.check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
@@ -1022,7 +1025,8 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    # handed_out empties the policy, and what it returns fills a module again, with rank 0's values.
+    # Empties the policy; fill(module) then gives a module memory on `device` and rank 0's values, which are broadcast:
+    # module by module, each cut into shards before the next.
     fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)
     if cfg.strategy == "ddp":
         fill(policy)
@@ -1110,9 +1114,9 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
             return caught
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
-    alone = getattr(generator, "adapter", None) is not None  # optional in a generator of your own
+    adapters_alone = getattr(generator, "adapter", None) is not None  # optional in a generator of your own
     adapters = (gathered(bucket, active) for bucket in adapter_buckets(one_by_one(policy), size, dtype))
-    for bucket in adapters if alone else weight_buckets(policy, size, dtype, active):
+    for bucket in adapters if adapters_alone else weight_buckets(policy, size, dtype, active):
         utils.raise_together(attempt(generator.send_bucket, bucket), "Sending weights")
     utils.raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
     generator.version = version
@@ -1211,6 +1215,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     home = device  # where models are loaded to; holds without the next line
     home = colocate.home(cfg, device)  # with --colocate the CPU, and the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
+    # Chooses --tokens_per_microbatch and --gradient_checkpointing where they are not given, by the memory that is free.
     cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
     memory, sampler = {}, None  # `memory` is shared by after_rollout and the prompt sampler
     if not cfg.eval_only:
