@@ -580,7 +580,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    # Statistics over "batch" cover the rows of one domain. A rank without any takes part with a row that does not count.
+    # Statistics over "batch" are those of a domain. A rank without rows of it takes part with one that does not count.
     for domain_cfg, rows, part in by_domain(batch, cfg):
         advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
         batch.advantages = placed(advantages, rows, batch.advantages)

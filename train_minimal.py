@@ -49,7 +49,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_prompt_length: int = 128  # tokens; rows with longer prompts are left out
     max_completion_length: int = 12  # tokens; what is longer is cut off
     temperature: float = 1.0  # divides the logits, when sampling and when training
-    rows_per_microbatch: int = 16  # completions in a forward and backward pass, whose logits take the memory
+    rows_per_microbatch: int = 16  # completions in a forward and backward pass; their logits take the memory
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of forward passes; weights are float32
     num_iterations: int = 1  # optimizer updates on the completions of a step; with 1 the clips below do nothing
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
@@ -112,7 +112,7 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 
 # A row is a dict: {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}, or its prompt a text.
 # A reward function gets the `completions` of a prompt and each column, as lists with one element for each completion,
-# and returns a number for each. Values of several functions are added. rewards.py has more that it can ask for.
+# and returns a number for each, or None. Those of several functions are added. rewards.py has more that it can ask for.
 #
 #     def exact(completions, answer, **columns):  # rewards.completion_text takes chat messages and texts
 #         return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
@@ -121,15 +121,14 @@ def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
 async def sample(
     rows: list[dict], count: int, generator, tokenizer, reward_functions: dict, cfg: Settings
 ) -> list[Trajectory]:
-    """`count` completions of each row, scored, the first row's first: by this order `advantages` knows whose they are.
-    All rows are sampled at the same time.  generator: VLLMClient or HFGenerator"""
+    """`count` completions of each row, scored, the first row's first, so that `scores.view(-1, count)` has a row of
+    the data in each of its rows. All are sampled at the same time.  generator: VLLMClient or HFGenerator"""
 
     async def of_row(row: dict) -> list[Trajectory]:
         prompt = prompt_ids(row, tokenizer, cfg)  # in the model's chat template
         # Sampled from softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
         how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
-        # A reward function gets the completion with what the template has opened for it, a <think>; mostly "".
-        begun = begun_in(prompt, tokenizer, cfg)
+        begun = begun_in(prompt, tokenizer, cfg)  # "<think>" if the template ends with it: `score` puts it in front
         trajectories = [
             Trajectory(
                 row=row,
@@ -138,7 +137,7 @@ async def sample(
                 token_ids=c.token_ids,  # as they were sampled, the end token among them: never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled by the model; 0 would mark a tool's answer
                 logprobs=c.logprobs,  # after the division by the temperature
-                token_rewards=[0.0] * len(c.token_ids),  # `score` writes the reward to the last token
+                token_rewards=[0.0] * len(c.token_ids),  # `score` enters them; this script reads info["reward"]
                 finish_reason=c.finish_reason,  # "length" if it was cut off, else "stop"
                 policy_version=c.policy_version,  # the oldest weights that sampled any of it, and the newest
                 policy_version_last=c.policy_version_last,
@@ -146,7 +145,8 @@ async def sample(
             )
             for c in await generator.generate(prompt, **how)
         ]
-        await score(trajectories, reward_functions, cfg)  # while a server still samples others
+        # Fills in info: "reward", their sum, and "unrewarded", 1 if all functions gave None. Others are still sampled.
+        await score(trajectories, reward_functions, cfg)
         if any(t.info["unrewarded"] for t in trajectories):
             raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
         return trajectories
@@ -308,8 +308,8 @@ def train(cfg: Settings) -> None:
     rows, held_out = fitting(train_split, tokenizer, cfg), fitting(test_split, tokenizer, cfg)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
     # transformers' from_pretrained, without dropout; an error if weights are missing.
-    bare = load_hf_model(cfg, torch.float32)
-    model = DistributedDataParallel(bare.to(device)) if world > 1 else bare.to(device)
+    bare = load_hf_model(cfg, torch.float32).to(device)
+    model = DistributedDataParallel(bare) if world > 1 else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     # Servers, once they are ready and are seen to serve this model; or a copy of it in the dtype of the forward passes.
     generator = make_generator(cfg, bare, tokenizer, device)
