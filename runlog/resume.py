@@ -6,9 +6,7 @@ is said and training goes on.
 
 import hashlib
 import json
-import os
 import socket
-import time
 from pathlib import Path
 
 import utils
@@ -23,7 +21,6 @@ FREE = (
     "log_completions print_samples_every colocate logprob_diff_limit report_to "
     "num_epochs eval_only preset"
 ).split()
-SEEN_SECONDS = 10.0  # in which a network file system shows what another machine has written
 COMPARED = 1000  # rows, at equal distances, that the digest is of
 
 
@@ -49,7 +46,7 @@ def begin(cfg: TrainConfig, rows, held_out):
     except (ConfigError, OSError) as caught:
         error = caught
     utils.raise_together(error, "Taking the run folder")
-    check_seen(run_dir, lock)
+    check_seen(run_dir)
     return lock, utils.gather_objects(start)[0], made_with
 
 
@@ -107,16 +104,9 @@ def check_same(mine: dict) -> None:
             )
 
 
-def check_seen(run_dir: Path, lock) -> None:
-    """ConfigError naming the ranks that do not see the folder which rank 0 has locked: they read what it wrote into the
-    lock. Collective."""
-    if lock is not None:
-        os.fsync(lock.fileno())  # a network file system may keep it back while the file is locked
-    path = run_dir / "lock"
-    wanted, deadline = utils.gather_objects(lock and path.read_bytes())[0], time.monotonic() + SEEN_SECONDS
-    while not (seen := path.is_file() and path.read_bytes() == wanted) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    ranks = utils.gather_objects((socket.gethostname(), seen))
+def check_seen(run_dir: Path) -> None:
+    """ConfigError naming the ranks that do not see the run folder, which rank 0 has made. Collective."""
+    ranks = utils.gather_objects((socket.gethostname(), run_dir.is_dir()))
     if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]:
         raise ConfigError(
             f"--output_dir={run_dir.parent}: {', '.join(blind[:8])} see(s) no run folder {run_dir.resolve()} of rank "
