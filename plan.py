@@ -79,9 +79,7 @@ class Sizes:
     learning: int  # of these, trained
     head: int  # of the output layer, tied to the embeddings or not
     embedded: int  # of the embeddings where they are not tied, else 0
-    tower: (
-        int  # of what is in no decoder layer and no embedding, such as an image tower: gathered with the output layer
-    )
+    tower: int  # of what is in no decoder layer and no embedding, such as images' encoder: gathered with the head
     path: int  # that a token passes in a layer: inputs and outputs of its matrices
     active: int  # weights that a token is multiplied with: of a mixture's experts, the chosen ones
     text: PreTrainedConfig  # of the language model

@@ -31,7 +31,6 @@ from config import ConfigError, TrainConfig, function_path, load_function, short
 from envs.base import limited, read_score
 from envs.recorder import Conversation, recorder
 from inputs.trajectory import Trajectory, TrajectoryError
-from runlog.storable import jsonable
 from safety.calls import plain
 
 _PLACES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by event loop: a step has its own
@@ -120,7 +119,7 @@ async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
     """(None, its exit status and last line)"""
     folder = Path(tempfile.mkdtemp(prefix="agent-"))
     try:
-        (folder / "row.json").write_text(json.dumps(jsonable(row), ensure_ascii=False), encoding="utf-8")
+        (folder / "row.json").write_text(json.dumps(row, default=str), encoding="utf-8")
         (folder / "work").mkdir()
         words = [str(Path(w).resolve()) if Path(w).is_file() else w for w in shlex.split(cfg.agent)]
         words = [word.replace("{row_file}", str(folder / "row.json")) for word in words]

@@ -8,6 +8,7 @@ from torch import nn
 
 import utils
 from config import TrainConfig
+from inputs.model import experts_of
 from inputs.trajectory import Trajectory
 
 
@@ -19,8 +20,8 @@ def sizes(model: nn.Module) -> tuple[float, float, int]:
     num_experts_per_tok of them have.
     """
     config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    experts, chosen = experts_of(config)
+    share = chosen / experts if experts else 1.0
     embedding = None if config.tie_word_embeddings else model.get_input_embeddings().weight
     parameters = trained = 0.0
     for name, parameter in model.named_parameters():

@@ -482,10 +482,7 @@ def _plain(name: str, value) -> float | int | None:
     value = value.item() if callable(getattr(value, "item", None)) else value
     if value is not None and not isinstance(value, numbers.Real):
         raise TypeError(f"metric {name!r} is {value!r}; log numbers, and text as completions")
-    try:
-        return value if value is not None and math.isfinite(value) else None
-    except OverflowError:  # a whole number of more than 308 digits
-        return None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _flat(row: dict) -> dict:

@@ -1,5 +1,5 @@
 """Text that files, tables, pages and terminals can take, whatever a model, a tool or a data set put into it: half a
-surrogate pair, control characters, odd keys, nesting without end."""
+surrogate pair, control characters, values of no type in common."""
 
 import re
 
@@ -25,21 +25,6 @@ def text_of(value) -> str:
         return storable(str(value))
     except Exception:  # others' __str__, or a whole number of more than 4,300 digits
         return f"<{type(value).__name__}>"
-
-
-def jsonable(value, depth: int = 50):
-    """The value as JSON can hold it: keys as text, unknown things as text, what is nested deeper than `depth` cut."""
-    if value is None or isinstance(value, (bool, float)):
-        return value
-    if isinstance(value, int) and abs(value) < 2**63:
-        return value
-    if isinstance(value, (dict, list, tuple)) and depth == 0:
-        return "..."
-    if isinstance(value, dict):
-        return {text_of(key): jsonable(inner, depth - 1) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(inner, depth - 1) for inner in value]
-    return text_of(value)
 
 
 def column(values: list):
