@@ -12,7 +12,7 @@ function group(found) {
   const rows = found.completions.map((one) => h("tr", {}, h("td", { class: "n" }, score(one.reward, low, high)), h("td", { class: "n" }, short(one.advantage)),
     names.map((name) => h("td", { class: "n" }, short(one.rewards[name]))), h("td", { class: "n" }, String(one.tokens.length)), h("td", {}, said(one.finish_reason)),
     h("td", {}, tokens(one.tokens, one.trained))));
-  return h("div", { class: "card" }, h("h2", {}, "Completions"), h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
+  return h("div", { class: "card scroll" }, h("h2", {}, "Completions"), h("table", {}, h("thead", {}, head), h("tbody", {}, rows)));
 }
 
 function shown(found) {
@@ -20,7 +20,7 @@ function shown(found) {
   const columns = Object.entries(found.row).map(([name, value]) => h("tr", {}, h("th", {}, said(name)), h("td", {}, said(value))));
   return [
     h("p", {}, `${found.rows} rows, ${found.held_out} held out. Tokens of the first 1,000 prompts: median ${median}, longest ${longest}, limit ${limit}.`),
-    h("div", { class: "card" }, h("h2", {}, "The row"), h("table", {}, h("tbody", {}, columns)), h("h3", {}, `The prompt, ${found.prompt.length} tokens`), tokens(found.prompt)),
+    h("div", { class: "card scroll" }, h("h2", {}, "The row"), h("table", {}, h("tbody", {}, columns)), h("h3", {}, `The prompt, ${found.prompt.length} tokens`), tokens(found.prompt)),
     found.completions ? group(found) : null,
     found.answer === undefined ? null : h("div", { class: "card" }, h("h2", {}, said(found.call)), h("p", {}, found.failed ? "failed: " : "", said(String(found.answer)))),
     h("p", { class: "dim" }, "To train: ", said(found.command)),
