@@ -23,15 +23,19 @@ sys.path.append(str(SCRIPTS.parent))
 from orphans import end_with  # noqa: E402
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["preloaded"])
+# No tensor is made by these: no thread runs. pandas: datasets and pyarrow want it.
+IMPORTED = "pandas peft pyarrow.compute pyarrow.parquet torch.distributed.checkpoint torch.distributed.fsdp "
+IMPORTED += "transformers.models.auto.modeling_auto transformers.models.auto.processing_auto "
+IMPORTED += "transformers.models.llama.modeling_llama train_grpo"
+FORKS.set_forkserver_preload(IMPORTED.split())
 
 
 def get_ready() -> None:
     """Start the process that is forked, if it does not run yet; does not wait for its imports."""
     if FORKS.get_start_method() != "forkserver":  # a program that has imported everything forks itself
         return
-    # Without PYTHONPATH it does not find `preloaded`, in silence.
-    with mock.patch.dict(os.environ, PYTHONPATH=str(SCRIPTS), CUDA_VISIBLE_DEVICES=""):
+    # Without PYTHONPATH it does not find train_grpo, in silence. Threads are counted when torch is imported.
+    with mock.patch.dict(os.environ, PYTHONPATH=str(SCRIPTS.parent), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
 
 

