@@ -157,7 +157,7 @@ class TrainConfig:
     reward_mean: Literal["none", "group", "batch", "running"] = "none"  # subtract this mean from the scores beforehand
     reward_std: Literal["none", "group", "batch", "running"] = "none"  # divide the scores by this std beforehand
     dynamic_sampling: bool = False  # sample other prompts in place of groups without signal (DAPO)
-    resample_rounds: int = 3  # with dynamic_sampling: at most this many times a step; groups still without signal stay
+    resample_rounds: int = 8  # prompts that are tried in place of one without signal, or too long; the last one stays
     # groups whose mean score is outside leave the loss: too hard, too easy
     group_mean_bounds: list[float] = field(default_factory=lambda: [-math.inf, math.inf])
 

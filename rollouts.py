@@ -10,10 +10,8 @@ The generator is `VLLMClient` (vllm_client.py) or `HFGenerator` (hf_generator.py
 """
 
 import asyncio
-import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -41,45 +39,25 @@ ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
 
 
-async def enough_groups(
-    sample: Callable, first: list[int], further: list[int], domain_of: Callable[[int], str], cfg: TrainConfig
-) -> tuple[list, dict]:
-    """A group with signal for each prompt of `first`, as far as `further` ones of the same domain can replace silent
-    ones: results of `sample`, a coroutine number -> Sampled (train_grpo.py); and counts of the others.
+async def enough_groups(sample: Callable, first: list[int], further: list[int]) -> tuple[list, dict]:
+    """A group for each prompt of `first`, in this order: its own, or as long as that is silent one of the prompts that
+    were drawn for its place, further[place], further[place + len(first)], ...: results of `sample`, a coroutine number
+    -> Sampled (train_grpo.py); and counts of the others.
 
-    The moment a group ends silent another prompt begins; when all are used up silent ones stay, so that a step never
-    grows or shrinks. None takes the place of one that is merely slow, or short completions would be preferred: the
-    groups of a step are the first with signal in the order drawn, whatever ends first. Domains stay interleaved as
-    they were drawn, so that each of --num_minibatches has some of all. An error cancels the others.
+    None takes the place of one that is merely slow, or short completions would be preferred. When all are used up the
+    last one stays, so that a step never grows or shrinks.
     """
-    drawn: dict[str, list[int]] = defaultdict(list)
-    for number in [*first, *further]:
-        drawn[domain_of(number)].append(number)
-    totals: Counter = Counter(resampled=0, silent=0)
 
-    async def of_domain(name: str, wanted: int) -> Iterator:
-        waiting, ended = enumerate(drawn[name]), {}
+    async def at(place: int) -> tuple:
+        found, replaced = await sample(first[place]), 0
+        for number in further[place :: len(first)]:
+            if not found.silent:
+                break
+            found, replaced = await sample(number), replaced + 1
+        return found, replaced
 
-        async def until_one_has_signal() -> None:
-            for place, number in waiting:  # which all draw from
-                ended[place] = await sample(number)
-                if not ended[place].silent:
-                    return
-
-        tasks = [asyncio.create_task(until_one_has_signal()) for _ in range(wanted)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        chosen = sorted(sorted(ended), key=lambda place: ended[place].silent)[:wanted]  # those with signal first
-        totals.update(resampled=len(ended) - wanted, silent=sum(ended[place].silent for place in chosen))
-        return iter([ended[place] for place in chosen])
-
-    wanted = Counter(map(domain_of, first))
-    found = dict(zip(wanted, await asyncio.gather(*itertools.starmap(of_domain, wanted.items())), strict=True))
-    return [next(found[domain_of(number)]) for number in first], totals
+    groups, replaced = zip(*await asyncio.gather(*map(at, range(len(first)))), strict=True)
+    return [*groups], {"resampled": sum(replaced), "silent": sum(group.silent for group in groups)}
 
 
 def tell_baseline(group: list[Trajectory], greedy: Trajectory) -> None:

@@ -331,11 +331,9 @@ class Collector:
 
 
 def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[int]]:
-    """This rank's row numbers of a step; and further ones that may replace them: as many, for prompts that are too
-    long, or --resample_rounds times as many, with --dynamic_sampling."""
+    """This rank's row numbers of a step; and --resample_rounds times as many that may replace them."""
     first = list(sampler.next(step))
-    rounds = range(cfg.resample_rounds if cfg.dynamic_sampling else 1)
-    return first, [number for round in rounds for number in sampler.extra(step, round, len(first))]
+    return first, [number for round in range(cfg.resample_rounds) for number in sampler.extra(step, round, len(first))]
 
 
 async def sample_rows(
@@ -362,9 +360,7 @@ async def sample_rows(
         silent = rollouts.cannot_be_shown(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
-    domain_of = (lambda number: cfg.of(rows[number]).domain) if cfg.domains else lambda _: ""
-    # `first`, and in place of each silent group the next of `further` that has the same domain, in the order drawn.
-    return await rollouts.enough_groups(sample, first, further, domain_of, cfg)
+    return await rollouts.enough_groups(sample, first, further)
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:

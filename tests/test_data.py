@@ -244,10 +244,14 @@ def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, less):
     first, further = draw(sampler, 0, cfg)
     functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
     sampled = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
-    fit = [n for n in first + further if counts[n] <= limit][:40]
-    assert first != fit and [one.group[0].row["answer"] for one in sampled[: len(fit)]] == [*map(str, fit)]
-    assert [len(one.group[0].prompt_ids) for one in sampled[: len(fit)]] == [counts[n] for n in fit]
-    assert all(isinstance(t.info["failure"], RowError) for one in sampled[len(fit) :] for t in one.group)
+    places = [[first[place], *further[place::40]] for place in range(40)]
+    fit = [([n for n in drawn if counts[n] <= limit] or drawn[-1:])[0] for drawn in places]
+    assert first != fit and [one.group[0].row["answer"] for one in sampled] == [*map(str, fit)]
+    for number, one in zip(fit, sampled, strict=True):
+        if counts[number] <= limit:
+            assert len(one.group[0].prompt_ids) == counts[number] and not one.silent
+        else:
+            assert one.silent and all(isinstance(t.info["failure"], RowError) for t in one.group)
 
 
 def test_the_first_prompts_are_counted_before_anything_starts(asked, capsys):

@@ -242,7 +242,7 @@ class Late(Parity):
     st.integers(0, 3),
 )
 def test_what_ends_first_does_not_choose_the_groups(seconds, speaks, rounds):
-    """The groups of a step are the first with signal in the order drawn; none is left running."""
+    """Of each place the first group with signal in the order drawn, else the last; none is left running."""
     rows = [{"prompt": str(n), "speaks": float(s)} for n, s in enumerate(speaks)]
     sampler = script.PromptSampler(len(rows), 4, seed=0)
     options = dict(prompts_per_step=4, num_generations=3, reward_funcs=["by_row"], dynamic_sampling=True)
@@ -258,12 +258,15 @@ def test_what_ends_first_does_not_choose_the_groups(seconds, speaks, rounds):
             return found
 
         groups, counts = asyncio.run(alone())
-    drawn = sampler.next(0) + [n for i in range(rounds) for n in sampler.extra(0, i, 4)]
-    loud = [n for n in drawn if rows[n]["speaks"]][:4]
-    assert [one.group[0].info["row_number"] for one in groups[: len(loud)]] == loud
-    assert [one.silent for one in groups] == [False] * len(loud) + [True] * (4 - len(loud))
-    assert counts["silent"] == 4 - len(loud)
-    assert 4 + counts["resampled"] == generator.begun == generator.ended <= len(drawn)
+    drawn = [sampler.next(0), *(sampler.extra(0, i, 4) for i in range(rounds))]
+    asked = 0
+    for place, one in enumerate(groups):
+        numbers = [numbers[place] for numbers in drawn]
+        loud = [n for n, number in enumerate(numbers) if rows[number]["speaks"]][:1]
+        assert one.group[0].info["row_number"] == numbers[(loud or [-1])[0]] and one.silent == (not loud)
+        asked += loud[0] + 1 if loud else len(numbers)
+    assert counts["silent"] == sum(one.silent for one in groups)
+    assert 4 + counts["resampled"] == generator.begun == generator.ended == asked
 
 
 def test_the_window_of_difficulty_counts_as_signal(monkeypatch):
