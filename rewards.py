@@ -219,10 +219,10 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             total, applies = total + weight * value, True
             places, parts = sampled[-1:], [value]  # of the whole; nowhere if nothing was sampled
             if turns is not None:
-                places, parts = places_of_turns(trajectory), turns
+                places, parts = turn_ends(trajectory.loss_mask), turns
                 if len(places) not in (0, len(turns)):
-                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}; let "
-                    fault += 'info["turns"] have a dict a turn, its "end" the place behind its last token'
+                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}: a text "
+                    fault += "with mask 0 has to stand between two turns"
                     raise reward_error(name, fault, arguments, index)
             for place, part in zip(places, parts, strict=bool(places)):
                 trajectory.token_rewards[place] += weight * part
@@ -235,16 +235,6 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             "reward_seconds": seconds,
             "reward_without_token": int(not sampled),
         }
-
-
-def places_of_turns(trajectory) -> list[int]:
-    """The last sampled token of each turn: as info["turns"] says, if each has its "end" among the tokens, as those of
-    `multi_turn` do; else by the mask, which shows two turns as one where a template writes nothing between them."""
-    mask, turns = trajectory.loss_mask, trajectory.info.get("turns") or []
-    told = [turn["end"] - 1 for turn in turns if "end" in turn]
-    if told and len(told) == trajectory.turns and all(0 <= place < len(mask) and mask[place] for place in told):
-        return told
-    return turn_ends(mask)
 
 
 def turn_ends(loss_mask: list[int]) -> list[int]:

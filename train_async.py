@@ -187,11 +187,8 @@ class Ahead(Collector):
         # Of this step's time the wait is all that sampling and scoring took: the rest was hidden behind updates.
         metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
         mine = {"async/dropped_sum": (len(late), 1), "async/never_trained": (len(self.dropped), self.trained)}
-        found = utils.over_ranks(mine)
-        metrics |= {
-            "async/dropped": int(found["async/dropped_sum"]),
-            "async/never_trained": found["async/never_trained"],
-        }
+        metrics |= utils.over_ranks(mine)
+        metrics["async/dropped"] = int(metrics.pop("async/dropped_sum"))
         lag = staleness(trajectories, step)
         return trajectories, metrics | lag | {"policy_lag": lag["staleness/max"]}
 

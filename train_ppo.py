@@ -168,9 +168,7 @@ class CriticTrainer:
             rate = dict(learning_rate=cfg.critic_learning_rate, num_iterations=cfg.critic_iterations)
             critic_cfg = replace(cfg, loss_agg="token_mean", **rate)
             update = train_grpo.update(self.module, self.optimizer, batch, critic_cfg, step, critic_loss)
-        names = {"loss": "value/loss", "grad_norm": "value/grad_norm", "lr": "value/lr"}
-        names |= {name: f"value/{name}" for name in update if name.startswith("lr/")}
-        return metrics | {names.get(name, name): value for name, value in update.items()}
+        return metrics | {f"value/{name.removeprefix('value/')}": value for name, value in update.items()}
 
 
 def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:

@@ -10,7 +10,6 @@ docs/environments.md has each with what it takes, and how classes of verifiers a
 import contextlib
 import functools
 import inspect
-import logging
 import random
 import re
 import sys
@@ -29,9 +28,6 @@ from safety.calls import run_limited, unread, warn_once
 from safety.sandbox import check_contained
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.
-
-logger = logging.getLogger(__name__)
-
 
 # ---- gymnasium ------------------------------------------------------------------------------------------------------
 

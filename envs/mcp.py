@@ -11,7 +11,6 @@ import asyncio
 import atexit
 import contextlib
 import json
-import logging
 import os
 import re
 import tempfile
@@ -28,9 +27,6 @@ from safety.sandbox import check_contained
 # The MCP SDK and what comes with it take a second, and are imported by connections.
 
 END_SECONDS = 8.0  # the SDK gives a process 2 s to end, then sends SIGTERM and SIGKILL
-KEYS = {*"command args env cwd url headers type timeout disabled prefix".split()}
-
-logger = logging.getLogger(__name__)
 _live: set["Server"] = set()
 
 
@@ -83,10 +79,6 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
         raise ConfigError(f'--mcp_config={path} is no JSON {{"mcpServers": {{NAME: ...}}}}: {error!r:.200}.') from None
     servers = []
     for name, entry in entries.items():
-        if unknown := sorted(entry.keys() - KEYS):
-            logger.warning("--mcp_config=%s, %s: ignored %s (known: %s)", path, name, unknown, ", ".join(sorted(KEYS)))
-        if ("command" in entry) == ("url" in entry):
-            raise ConfigError(f"--mcp_config={path}, {name}: give either a command (stdio) or a url (HTTP, or SSE).")
         for value in [*(entry.get("env") or {}).values(), *(entry.get("headers") or {}).values()]:
             if not os.path.exists(str(value)):  # a folder, such as HOME, is no secret
                 secrets.learn(str(value).removeprefix("Bearer "))

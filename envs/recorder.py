@@ -106,7 +106,8 @@ class Conversation:
         processor, cfg = self.generator.tokenizer, self.cfg
         try:
             check(body, cfg)
-            messages, tools, stops = messages_of(body["messages"]), body.get("tools") or [], stops_of(body, cfg)
+            messages, tools, stops = messages_of(body["messages"]), body.get("tools") or [], body.get("stop") or []
+            stops = (*cfg.stop, *([stops] if isinstance(stops, str) else stops))
             keys = keys_of(messages, tools)
             prompt, schemas, before, new = self.context(messages, keys, tools)
             limit = cfg.max_prompt_length + cfg.max_completion_length
@@ -242,11 +243,6 @@ def keys_of(messages: list[dict], tools: list[dict], key: int | None = None) -> 
         shown = tuple(str(part.get("image")) for part in parts if part["type"] == "image")
         keys.append(hash((keys[-1], ROLES[message["role"]], text, said, shown)))
     return keys
-
-
-def stops_of(body: dict, cfg: TrainConfig) -> tuple[str, ...]:
-    given = body.get("stop") or []
-    return (*cfg.stop, *([given] if isinstance(given, str) else given))
 
 
 # ---- what the model answered -----------------------------------------------------------------------------------------

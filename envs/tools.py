@@ -55,11 +55,6 @@ class Tool:
 
 # ---- where tools come from ------------------------------------------------------------------------------------------
 
-ALLOWED = (
-    "allowed are functions, functools.partial, objects with __call__ and envs.tools.Tool: call it in a function of "
-    "your own, with type hints and a docstring."
-)
-
 
 def from_function(function: Callable) -> Tool:
     """A function, a functools.partial of one, or an object with __call__ as a tool. Its schema is made by transformers,
@@ -83,8 +78,6 @@ def from_function(function: Callable) -> Tool:
     name = getattr(function, "__name__", type(function).__name__)
     try:
         arguments = inspect.signature(routine).parameters.values()
-        if odd := [a for a in arguments if a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD, a.POSITIONAL_ONLY)]:
-            raise ConfigError(f"the tool {name!r} takes {odd[0]} in a way that no call can give, by name; {ALLOWED}")
         schema = get_json_schema(routine)["function"]
         hints = typing.get_type_hints(routine)
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
@@ -113,7 +106,10 @@ def named_tools(cfg) -> list[Tool]:
             known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
         tool = load_function(given, also=object) if function_path(given) else TOOLS[given]
         if inspect.isclass(tool) or not (callable(tool) or isinstance(tool, Tool)):
-            raise ConfigError(f"--tools {given} is {shorten(tool)}; {ALLOWED}")
+            raise ConfigError(
+                f"--tools {given} is {shorten(tool)}; allowed are functions, functools.partial, objects with __call__ "
+                "and envs.tools.Tool: call it in a function of your own, with type hints and a docstring."
+            )
         found.append(tool if isinstance(tool, Tool) else from_function(tool))
     return found
 

@@ -277,14 +277,6 @@ def test_rewards_of_turns():
         run([trajectory("x", [1, 0, 1], turns=3)], functions)
 
 
-def test_rewards_of_turns_with_nothing_between_them():
-    """Some templates write nothing there: the mask shows one run, and the turns say where they end."""
-    t = trajectory("x", [1, 1, 1, 0, 1], turns=3)
-    t.info["turns"] = [{"end": 2}, {"end": 3}, {"end": 5}]
-    run([t], lambda completions: [{"turns": [1.0, 2.0, 4.0]}])
-    assert t.token_rewards == [0, 1, 2, 0, 4] and t.info["reward"] == 7
-
-
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
