@@ -48,7 +48,7 @@ class Served:
     dtype: str
     window: int  # tokens
     world_size: int  # its workers
-    on_cpu: bool
+    gpus: list[str | None]  # of its workers, by wire.gpu_of
     engine: str | None  # of weight pushes: "torch" (serving/weights.py), "nccl" (vLLM's own), another one, or none
     can_sleep: bool
     tells_experts: bool
@@ -158,8 +158,9 @@ class VLLMClient:
     def _describe(self, url: str) -> Served:
         """As serving/weights.py says it. A server without that tells less, and not its model's sizes."""
         try:
-            told = self._ask("POST", url + "/collective_rpc", {"method": "describe"})["results"][0]
-            return Served(**told, **self._ask("GET", url + "/get_world_size"))  # an engine knows of no other one
+            told = self._ask("POST", url + "/collective_rpc", {"method": "describe"})["results"]
+            told[0]["gpus"] = [of_worker.pop("gpu") for of_worker in told]
+            return Served(**told[0], **self._ask("GET", url + "/get_world_size"))  # an engine knows of no other one
         except ServerError as error:
             if not error.status:
                 raise
@@ -175,7 +176,7 @@ class VLLMClient:
             dtype=model["dtype"].removeprefix("torch."),
             window=model["max_model_len"],
             world_size=parallel["world_size"] * parallel["data_parallel_size"],
-            on_cpu=config["device_config"]["device"] == "cpu",
+            gpus=[None] * (config["device_config"]["device"] == "cpu"),
             engine=config["weight_transfer_config"] and config["weight_transfer_config"]["backend"],
             can_sleep=model["enable_sleep_mode"],
             tells_experts=config["aux_output_config"]["enable_return_routed_experts"],
@@ -284,7 +285,7 @@ class VLLMClient:
 
     def connect_weights(self, device: torch.device | str = "cpu") -> None:
         """Get ready to push, from one process alone. Of whole weights: open a process group with all servers' workers,
-        NCCL where trainer and servers are on GPUs, else gloo; what an earlier trainer left unfinished is dropped."""
+        NCCL where each of them has a GPU of its own, else gloo; what an earlier trainer left unfinished is dropped."""
         infos, self.device = self.server_info(), torch.device(device)
         self.weight_dtype = getattr(torch, infos[0].dtype)
         if self.adapter is not None:
@@ -308,8 +309,8 @@ class VLLMClient:
             join, shared = partial(join_vllm, about, self.device), about | {"packed": False}
         else:
             self._all("POST", "/collective_rpc", {"method": "abort_weight_update"})
-            nccl = self.device.type == "cuda" and not any(info.on_cpu for info in infos)
-            self.device, backend = self.device if nccl else torch.device("cpu"), "nccl" if nccl else "gloo"
+            backend = wire.backend_for([wire.gpu_of(self.device), *(gpu for info in infos for gpu in info.gpus)])
+            self.device = self.device if backend == "nccl" else torch.device("cpu")
             how = dict(is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
             limit = timedelta(seconds=self.timeout)
             self.store = dist.TCPStore(address, port, world_size, timeout=limit, **how)

@@ -47,7 +47,8 @@ def session(token: str = "", again: bool = True):
 
     made = requests.Session()
     methods = None if again else ["GET", "HEAD"]
-    retries = dict(connect=2, read=2, status=5, status_forcelist=BUSY, allowed_methods=methods, raise_on_status=False)
+    retries = dict(connect=2, read=2, status=5, other=0, allowed_methods=methods)  # other: certificates
+    retries |= dict(status_forcelist=BUSY, raise_on_status=False)
     retry = PatientRetry(total=6, backoff_factor=0.5, backoff_jitter=0.5, retry_after_max=30, **retries)
     for scheme in PORTS:
         made.mount(f"{scheme}://", HTTPAdapter(pool_maxsize=1024, max_retries=retry))

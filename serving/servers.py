@@ -63,7 +63,7 @@ def connect(cfg: TrainConfig, hf_model: nn.Module, device: torch.device) -> VLLM
     if cfg.use_peft and cfg.push_lora != "folded":
         choose_adapters(client, infos, hf_model, cfg)
     if client.receives_weights:
-        client.connect_weights("cpu" if cfg.colocate else device)  # NCCL wants a GPU for each of its ranks
+        client.connect_weights(device)
         if client.adapter is None:
             print(f"weights travel by the server's {client.engine!r} engine")
     return client
@@ -95,7 +95,7 @@ def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: T
     reason = why_not_alone(hf_model)
     if cfg.colocate:
         reason = "with --colocate the server drops its weights at each step, so all are pushed"
-    elif not wanted and any(info.on_cpu for info in infos):
+    elif not wanted and any(None in info.gpus for info in infos):
         reason = "the server is on CPUs, where sampling is faster that way"
     if reason is None and client.receives_weights:
         reason = client.why_no_adapters(shapes_of(hf_model))

@@ -235,7 +235,7 @@ class Worker:
             "num_layers": text.num_hidden_layers,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "window": config.model_config.max_model_len,
-            "on_cpu": self.device.type == "cpu",
+            "gpu": wire.gpu_of(self.device),
             "engine": config.weight_transfer_config and config.weight_transfer_config.backend,
             "can_sleep": config.model_config.enable_sleep_mode,
             "tells_experts": config.aux_output_config.enable_return_routed_experts,

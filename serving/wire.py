@@ -35,6 +35,16 @@ def join(store, rank: int, world_size: int, backend: str, address: str, seconds:
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
+def gpu_of(device: torch.device) -> str | None:
+    """Which GPU this is, by a name that it has in every process; None: it is none."""
+    return None if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def backend_for(gpus: list[str | None]) -> str:
+    """Of a group whose ranks have these (`gpu_of`): NCCL wants one for each. Trainer and server may share one."""
+    return "nccl" if None not in gpus and len({*gpus}) == len(gpus) else "gloo"
+
+
 def begin_broadcast(group, piece: Tensor) -> dist.Work:
     """`piece` of rank 0 to all."""
     options = dist.BroadcastOptions()

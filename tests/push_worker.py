@@ -54,8 +54,7 @@ def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_p
         push_bucket_mb=4,
     )
     policy, inner = script.load_policy(cfg, device)
-    tokenizer = script_tokenizer(model_dir)
-    return policy, cfg, script.make_generator(cfg, inner.hf_model, tokenizer, device)
+    return policy, cfg, script.make_generator(cfg, inner.hf_model, script.load_processor(model_dir), device)
 
 
 def one_case(version: int, *kind) -> dict:
@@ -73,12 +72,6 @@ def one_case(version: int, *kind) -> dict:
     generator.close()
     name = f"{cfg.strategy}{' lora' if cfg.use_peft else ''}"
     return dict(case=name, before=before, after=after, version=versions == {version}, untouched=untouched)
-
-
-def script_tokenizer(model_dir: str):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_dir)
 
 
 CASES = list(product(("ddp", "fsdp", "fsdp2"), (False, True)))

@@ -60,6 +60,7 @@ def test_values_of_every_type(line, name, value, tmp_path):
         ("--max_steps 1.5", "--max_steps=1.5"),
         ("--strategy fsdp3", "'fsdp3'; known are ddp, fsdp, fsdp2. Did you mean 'fsdp'?"),
         ("--learnig_rate 1", "'--learnig_rate'. Did you mean --learning_rate?"),
+        ("--server_token a", "'--server_token'"),  # ps shows flags
         ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
     ],
 )
@@ -111,6 +112,11 @@ def test_presets_are_valid(name):
         ("--max_staleness 1", "--max_staleness", "train_async.py"),
         ("--reward_funcs a b --reward_weights 1", "1 values for 2 --reward_funcs (a, b)", "give one each"),
         ("--resume", "--resume", "needs --run_name"),
+        ("--colocate --push_steps 2", "--colocate", "without --push_steps"),
+        ("--colocate --strategy fsdp2", "--colocate", "fsdp2 --offload"),
+        ("--colocate --strategy fsdp", "--colocate", "fsdp2 --offload"),
+        ("--use_peft --load_in 4bit --push_lora folded", "--load_in 4bit", "leave out --push_lora folded"),
+        ("--use_peft --load_in 4bit --colocate", "--colocate", "without --push_steps and --load_in"),
     ],
 )
 def test_what_cannot_work_says_what_was_given_and_what_to_do(line, given, remedy):
@@ -123,6 +129,7 @@ def test_the_number_of_ranks_counts(monkeypatch):
     with pytest.raises(ConfigError, match=r"32 is not divisible by 5 rank\(s\) x 1 minibatch\(es\); use 30 or 35"):
         check(TrainConfig(prompts_per_step=32), world_size=5)
     monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "Start one rank" in error("--colocate --prompts_per_step 30")
     assert "divisible by 3 rank(s) x 2 minibatch(es); use 30 or 36" in error("--num_minibatches 2")
 
 

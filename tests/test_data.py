@@ -161,8 +161,7 @@ def test_rows_of_an_environment_that_are_one_object_are_several_games(tmp_path):
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, text, says):
-    if text is not None:
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / name).write_text(text, encoding="utf-8")
     said = refused(str(tmp_path / name))
     assert name in said and says in said
 

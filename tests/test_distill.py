@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -249,3 +250,12 @@ def test_a_run_with_a_teachers_server(teacher, tmp_path):
         assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
     assert teacher.token not in process.text
     assert "A teacher: distill/reverse_kl" in process.text and "Watch the reward" not in process.text
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_leaves_no_process_behind(teacher):
+    """The last test here, as it ends the server."""
+    family = psutil.Process(teacher.process.pid).children(recursive=True)
+    teacher.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert family and not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]

@@ -1,4 +1,4 @@
-"""A server of several engines (data parallel): all of them are asked what arrived.
+"""A server of several workers or engines (tensor, data parallel): all of them get what is pushed.
 
 Experts divided over engines cannot compute on CPUs: vLLM's all-to-all is not implemented there. So a live server of two
 engines has a dense model, and reports on experts are merged here, as engines with half of them each would send them.
@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import saved
 from server_fixture import make_tiny, start_server
+from test_server import logprobs, moved, push
 from transformers import AutoModelForCausalLM
 
 from inputs.parameters import as_in_a_checkpoint
@@ -20,28 +21,13 @@ pytestmark = pytest.mark.slow
 PROMPT = list(range(100, 140))
 
 
-def push(client: VLLMClient, named: list, version: int) -> None:
-    client.begin_push()
-    client.send_bucket(named)
-    client.finish_push(version)
-
-
-@torch.no_grad()
-def move(model) -> None:
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
-@torch.no_grad()
-def check_logprobs(client: VLLMClient, model, version: int, tolerance: float = 1e-4) -> None:
+def check_logprobs(client: VLLMClient, model, version: int) -> None:
     async def several():  # of two engines each has some
         return await asyncio.gather(*(client.generate(PROMPT, max_tokens=8) for _ in range(8)))
 
     for (one,) in asyncio.run(several()):
-        ids = torch.tensor([PROMPT + one.token_ids])
-        logprobs = model(ids).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
-        expected = logprobs.gather(-1, ids[0, len(PROMPT) :, None])[:, 0]
-        assert torch.allclose(expected, torch.tensor(one.logprobs), atol=tolerance) and one.policy_version == version
+        apart = (logprobs(model, one) - torch.tensor(one.logprobs)).abs().max()
+        assert apart < 1e-4 and one.policy_version == version
 
 
 def test_weights_of_a_mixture_arrive_as_they_were_sent(tmp_path):
@@ -56,22 +42,24 @@ def test_weights_of_a_mixture_arrive_as_they_were_sent(tmp_path):
         for version in (1, 2):
             push(client, as_in_a_checkpoint(model, list(model.named_parameters())), version)
             check_logprobs(client, model, version)
-            move(model)
+            model = moved(model, version)
         client.close()
     finally:
         live.stop()
 
 
-def test_two_engines_take_a_push():
-    live = start_server(make_tiny(), "--dtype", "float32", "--max-model-len", "256", "--data-parallel-size", "2")
+@pytest.mark.parametrize("kind", ["data", "tensor"])
+def test_two_workers_take_a_push(kind):
+    flags = f"--dtype float32 --max-model-len 256 --{kind}-parallel-size 2"
+    flags += " --distributed-executor-backend mp" * (kind == "tensor")
+    live = start_server(make_tiny(), *flags.split(), VLLM_CPU_OMP_THREADS_BIND="0|1")
     try:
         live.wait(400)
         client = VLLMClient([live.url], live.token, timeout=60)
         (info,) = client.server_info()
         assert info.world_size == 2
         client.connect_weights("cpu")
-        model = AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32)
-        move(model)
+        model = moved(AutoModelForCausalLM.from_pretrained(make_tiny(), dtype=torch.float32), 3)
         named = list(model.named_parameters())
         push(client, named, 3)
         check_logprobs(client, model, 3)

@@ -1,6 +1,8 @@
 """JSON over HTTP, as judges, tools and clients ask (safety/http.py), and secrets (safety/secrets.py)."""
 
 import json
+import ssl
+import subprocess
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -104,6 +106,20 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address(server):
     assert "hidden" not in str(error.value)
 
 
+def test_certificates_are_checked_by_requests_ca_bundle(server, tmp_path, monkeypatch):
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out cert -subj /CN=a "
+    words += "-addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(words.split(), cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url.replace("http:", "https:")
+    with pytest.raises(http.NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+        http.ask("GET", url, 10)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", f"{tmp_path}/cert")
+    assert http.ask("GET", url, 10) == {"fine": 1}
+
+
 def test_addresses():
     assert http.route("https://host/v1/?key=x", "/models") == "https://host/v1/models?key=x"
     assert http.origin("HTTP://Host/v1") == "http://host:80" == http.origin("http://host:80")
@@ -123,7 +139,8 @@ def test_a_secret_is_taken_out_of_the_environment_and_hidden(monkeypatch, tmp_pa
     monkeypatch.setenv("WANDB_API_KEY", "of-wandb")
     shown = secrets.hide(['{"a": "s3cret\\"token"}', {"b": ("from-a-file", 's3cret"token of-wandb')}, 3])
     assert shown == ['{"a": "***"}', {"b": ("***", "*** ***")}, 3]
-    assert public_config(TrainConfig(run_name="of-wandb"))["run_name"] == "***"
+    shown = public_config(TrainConfig(run_name="of-wandb", judge_url="http://j?key=unnamed"))
+    assert (shown["run_name"], shown["judge_url"]) == ("***", "http://j?key=unnamed")
     monkeypatch.setenv("OTHER_TOKEN_FILE", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="OTHER_TOKEN_FILE"):
         secrets.read("OTHER_TOKEN")

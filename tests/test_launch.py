@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from server_fixture import ROOT
 
@@ -23,7 +24,7 @@ if name == "nvidia-smi":
 script = next((word for word in words if word.endswith(".py")), None)
 if script is None:  # the launcher's own one-liners
     os.execv("{python}", ["{python}", *words] if words != ["-", "runs/{run}"] else ["{python}", "-c", ""])
-seen = dict(name=name, words=words, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"))
+seen = dict(name=name, words=words, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"), pid=os.getpid())
 seen["ready"] = os.path.exists(here + "/ready")
 with open(f"{{here}}/{{'server' if script == 'vllm_server.py' else 'trainer'}}.json", "w") as file:
     json.dump(seen, file)
@@ -55,11 +56,8 @@ def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False):
     finally:
         (ROOT / "runs" / f"{run}-server.log").unlink(missing_ok=True)
     files = [folder / f"{name}.json" for name in ("server", "trainer")]
-    return (
-        done.returncode,
-        done.stderr,
-        *(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files),
-    )
+    seen = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
+    return done.returncode, done.stderr, *seen
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,7 @@ def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False):
 def test_gpus_are_divided_between_server_and_trainer(tmp_path, gpus, visible, flags, of_server, of_trainer, more):
     status, text, server, trainer = launch(tmp_path, gpus, *flags.split(), "--max_steps", "3", visible=visible)
     assert status == 0, text
-    assert (server["gpus"], trainer["gpus"]) == (of_server, of_trainer)
+    assert (server["gpus"], trainer["gpus"]) == (of_server, of_trainer) and not psutil.pid_exists(server["pid"])
     assert server["words"][len(server["words"]) - len(more) :] == more
     assert more or not any(word in server["words"] for word in ("--gpu-memory-utilization", "--tensor-parallel-size"))
     ranks = len((of_trainer or "").split(","))

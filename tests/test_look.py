@@ -86,6 +86,8 @@ def test_nothing_in_a_run_folder_changes(tmp_path):
 def test_what_cannot_work_is_said(tmp_path):
     with pytest.raises(ConfigError, match="is no folder"):
         look.main([str(tmp_path / "none")])
+    with look.bound(0) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Give another --port"):
         look.main([str(tmp_path), "--port", str(taken.getsockname()[1])])
 

@@ -67,35 +67,29 @@ def nodes(tmp_path_factory):
         yield made
 
 
-def ranks(nodes, folder, *flags: str, launch: list[str] | None = None) -> list[Process]:
-    """train_grpo.py on node-a and node-b."""
+def ranks(nodes, folder, *flags: str) -> list[Process]:
+    """train_grpo.py on node-a and node-b, by torchrun."""
     started = []
     for rank, name in enumerate(("node-a", "node-b")):
         env = {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_SERVER_TOKEN": "between nodes"}
-        words = [sys.executable, "train_grpo.py"]
-        if launch:
-            words = [sys.executable, "-m", *launch, f"--node_rank={rank}", "train_grpo.py"]
-        else:
-            env |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-            env |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": MASTER}
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+        words += ["--master_addr=10.77.0.1", f"--master_port={MASTER}", f"--node_rank={rank}", "train_grpo.py"]
         words += [*SMALL.split(), "--reward_funcs", "last_number", "--run_name", "run", "--max_steps", "2"]
         started.append(Process([*nodes[name].enter, *words, *flags], folder / f"{name}.log", **env))
     return started
 
 
 def test_two_nodes_train_with_a_server_on_a_third(nodes, tmp_path):
-    """torchrun on both; prompts go from each to the server, weights from rank 0, and all agree on the log-probs."""
+    """Prompts go from each to the server, weights from rank 0, and all agree on the log-probs."""
     command = [sys.executable, "vllm_server.py", "--model", str(make_tiny()), "--host", "10.77.0.3", "--port", PORT]
     command += ["--dtype", "float32", "--max-model-len", "512"]
-    launch = ["torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--master_addr=10.77.0.1"]
-    launch += [f"--master_port={MASTER}"]
     token = {"VLLM_SERVER_TOKEN": "between nodes", "OMP_NUM_THREADS": "1"}
     flags = ["--generator", "vllm", "--server_urls", f"http://10.77.0.3:{PORT}", "--server_timeout", "240"]
     with contextlib.ExitStack() as stack:
         server = Process([*nodes["node-c"].enter, *command], tmp_path / "server.log", **token)
         stack.enter_context(running(server)).until(lambda: "vllm_server: ready" in server.text)
         flags += ["--output_dir", str(tmp_path / "shared"), "--logprob_diff_limit", "1e-3"]
-        both = [stack.enter_context(running(one)) for one in ranks(nodes, tmp_path, *flags, launch=launch)]
+        both = [stack.enter_context(running(one)) for one in ranks(nodes, tmp_path, *flags)]
         for one in both:
             assert one.end(300) == 0, one.text + server.text
     lines = [

@@ -1,6 +1,7 @@
 """Ideas of one's own: what a function says about itself, and the place for a term beside the policy loss."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -268,6 +269,18 @@ def test_a_rollout_knows_what_it_is_called_for(monkeypatch):
     seen.clear()
     metrics, _ = script.evaluate(rows, Sampler(), {"mine": scored}, cfg, 0)
     assert seen == [("eval", 2, 1.0)] * 2 and metrics["eval/pass@2"] == 0.0
+
+
+@pytest.mark.parametrize("first, last, fine", [(3, 3, True), (3, 4, True), (2, 3, False), (2, 2, False), (4, 5, False)])
+def test_a_completion_of_other_weights_than_allowed_ends_the_run(first, last, fine, monkeypatch):
+    async def mine(rows, generator, cfg):
+        return [replace(t, policy_version=first, policy_version_last=last) for t in tree(rows, cfg, 4)]
+
+    monkeypatch.setitem(rollouts.ROLLOUTS, "mine", mine)
+    cfg = TrainConfig(rollout="mine", num_generations=4, reward_funcs=["length"])
+    given = {"prompt": "a"}, Sampler(), {"length": rewards.REWARDS["length"]}, cfg, range(3, 5)
+    with contextlib.nullcontext() if fine else pytest.raises(RuntimeError, match=f"{first} to {last}, not 3 to 4"):
+        asyncio.run(script.rollout(*given))
 
 
 # ---- groups of several sizes ----------------------------------------------------------------------------------------

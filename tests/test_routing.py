@@ -132,7 +132,7 @@ def test_every_cut_replays_the_same(checkpointing, monkeypatch):
 
 
 def test_generator_tells_what_its_tokens_went_through(monkeypatch):
-    """In bfloat16 beside a trainer in float32: the difference is smaller with replay, and the choice exact."""
+    """Of each token but the last, in every layer; -1 where a layer has no experts."""
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
     generator = hf_generator.HFGenerator(made("qwen3_moe", torch.bfloat16), SimpleNamespace(eos_token_id=2))
     cfg = TrainConfig(generator="hf", compute_dtype="float32")

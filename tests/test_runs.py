@@ -1,11 +1,12 @@
 """Training beside live servers, as users start it: on ranks, beside several servers, by turns; and how runs end."""
 
-import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
+from pathlib import Path
 
 import cpu_sleep
 import psutil
@@ -78,29 +79,29 @@ def test_ranks_push_what_they_train_and_no_more(server):
 
 @pytest.fixture(scope="module")
 def stock(server, tmp_path_factory):
-    """vLLM's own server with the flags of docs/serving.md (`vllm serve` wants a distribution of the name vllm) and a
+    """vLLM's own server, started as docs/serving.md says (`vllm serve` wants a distribution of the name vllm), with a
     sleep mode whose worker notes in the file `slept` when it slept and woke."""
     port, folder = free_port(), tmp_path_factory.mktemp("stock")
-    words = f"--model {make_tiny()} --port {port} --api-key {server.token} --enable-scale-out --enforce-eager "
-    words += "--logprobs-mode processed_logprobs --worker-extension-cls serving.weights.Worker --dtype float32 "
-    words += "--max-model-len 512 --distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor "
-    words += "--enable-sleep-mode"
-    transfer = ["--weight-transfer-config", json.dumps({"backend": "torch"})]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split(), *transfer]
-    env = dict(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
-    env |= (plugin := cpu_sleep.installed(folder)) | {"PYTHONPATH": f".:{plugin['PYTHONPATH']}"}
+    (block,) = re.findall(r"(?s)## Without our script\n\n```bash\n(.*?)```", Path("docs/serving.md").read_text("utf-8"))
+    export, serve = block.replace("\\\n", "").replace("$VLLM_SERVER_TOKEN", server.token).strip().split("\n")
+    words = f"--port {port} --enforce-eager --dtype float32 --max-model-len 512 --enable-sleep-mode "
+    words += "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(make_tiny())]
+    command += [*shlex.split(serve)[3:], *words.split()]
+    env = dict(word.split("=") for word in shlex.split(export)[1:]) | cpu_sleep.installed(folder)
+    env |= dict(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", PYTHONPATH=f".:{env['PYTHONPATH']}")
     with running(Process(command, folder / "out", **env)) as process:
         process.url, process.slept = f"http://127.0.0.1:{port}", folder / "log"
-        process.until(lambda: answers(process.url))
+        process.until(lambda: "Application startup complete" in process.text)
         yield process
 
 
-def answers(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=2).ok
-    except requests.ConnectionError:
-        time.sleep(0.2)
-        return False
+def test_vllms_own_key_guards_no_more_than_is_said(stock):
+    for path in ("v1/completions", "inference/v1/generate"):
+        assert requests.post(f"{stock.url}/{path}", json={}, timeout=20).status_code == 401
+    for path in ("pause?mode=keep", "start_weight_update", "collective_rpc", "resume"):
+        rpc = {"method": "abort_weight_update"}
+        assert requests.post(f"{stock.url}/{path}", json=rpc, timeout=20).ok, path
 
 
 def test_it_trains_beside_two_servers_and_both_sample(server, stock, flags, tmp_path):
@@ -123,17 +124,22 @@ def test_server_and_trainer_take_turns(server, stock, flags, tmp_path):
 
 
 def test_ctrl_c_ends_a_run_and_leaves_the_server_to_the_next(server, flags, tmp_path):
+    """Of the same name, and yet its weights are told from the first one's."""
     with running(trainer(tmp_path / "log", *flags, "--max_steps", "999", VLLM_SERVER_TOKEN=server.token)) as process:
         process.until(lambda: "step 2/" in process.text)
         family = process.children()
         os.kill(process.members[0].pid, signal.SIGINT)
         assert process.end(60) == 130, process.text
     assert not [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    first = server.request("GET", "/weight_info").json()["weight_version"]
     trains(tmp_path / "next", server, *flags, "--output_dir", str(tmp_path / "next"))
+    second = server.request("GET", "/weight_info").json()["weight_version"]
+    assert re.fullmatch(r"x-\w+:2", second) and second.split(":")[0] != first.split(":")[0]
 
 
 def test_a_server_that_is_killed_ends_the_run_in_seconds_by_name(server, stock, flags, tmp_path):
-    words = [*flags, "--server_urls", stock.url, "--max_steps", "999"]
+    """The other one cannot go on alone: it would take the next push, and this one not."""
+    words = [*flags, "--server_urls", server.url, stock.url, "--max_steps", "999"]
     with running(trainer(tmp_path / "log", *words, VLLM_SERVER_TOKEN=server.token)) as process:
         process.until(lambda: "step 2/" in process.text)
         stock.kill()

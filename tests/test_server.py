@@ -1,24 +1,29 @@
 """vllm_server.py and vllm_client.py against one live server: access, sampling, pushes of weights and of adapters."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import requests
 import torch
+from forks import free_port
 from safetensors.torch import load_file
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rollouts
+import vllm_server
 from config import ConfigError, TrainConfig
-from inputs.prompts import end_ids
-from safety import http
+from safety import http, secrets
 from serving import servers, wire
 from vllm_client import ServerError, VLLMClient
 
@@ -102,28 +107,13 @@ def test_no_route_answers_without_the_token(server):
     assert server.request("GET", "/health").status_code == 200
 
 
-def test_it_listens_on_loopback_alone(server):
+def test_server_and_push_listen_on_loopback_alone(server, client):
     address = wire.local_address("192.0.2.1")  # of this machine, towards others; nothing is sent
-    port = server.url.rpartition(":")[2]
-    if not address.startswith("127."):
-        with pytest.raises(requests.ConnectionError):
-            requests.get(f"http://{address}:{port}/health", timeout=5)
-
-
-@pytest.mark.parametrize(
-    "flags, token, message",
-    [
-        (["--host", "0.0.0.0"], None, "wants a token of your choice"),
-        (["--port", "{port}"], "t", "cannot listen on"),
-    ],
-)
-def test_a_server_that_must_not_or_cannot_start_says_so_before_loading(server, flags, token, message):
-    flags = [flag.format(port=server.url.rpartition(":")[2]) for flag in flags]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_SERVER_TOKEN")}
-    env |= {} if token is None else {"VLLM_SERVER_TOKEN": token}
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", "m", *flags]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert ended.returncode and message in ended.stderr and "loading" not in ended.stdout
+    client.connect_weights("cpu")
+    for port in (int(server.url.rpartition(":")[2]), client.store.port):
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        with pytest.raises(ConnectionRefusedError) if not address.startswith("127.") else contextlib.nullcontext():
+            socket.create_connection((address, port), 5)
 
 
 # ---- sampling --------------------------------------------------------------------------------------------------------
@@ -144,7 +134,10 @@ def test_completions_end_as_they_are_asked_to(client):
     client.run = None
     first = sample(client, n=1, temperature=0)[0].token_ids[0]
     (stopped,) = sample(client, n=1, temperature=0, stop_token_ids=[first])
-    assert (stopped.token_ids, stopped.finish_reason) == ([first], "stop")
+    client.stop_token_ids = [first]  # of the chat template: tests/test_ends.py
+    (ended,) = sample(client, n=1, temperature=0)
+    assert (stopped.token_ids, stopped.finish_reason) == ([first], "stop") == (ended.token_ids, ended.finish_reason)
+    client.stop_token_ids = None
     (cut,) = sample(client, n=1, max_tokens=3, min_tokens=3)
     assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
     one, two, other = (sample(client, n=1, seed=seed)[0].token_ids for seed in (1, 1, 2))
@@ -160,27 +153,6 @@ def test_sampling_ends_with_the_token_that_completes_a_text(client, model):
     end = next(n for n in range(1, len(whole)) if stop in tokenizer.decode(whole[:n], skip_special_tokens=True))
     (cut,) = sample(client, n=1, max_tokens=30, seed=1, stop=("never said", stop))
     assert (cut.token_ids, cut.finish_reason) == (whole[:end], "stop") and end < len(whole)
-
-
-def test_a_turn_ends_as_the_chat_template_ends_it(client, model):
-    """Where that is no EOS token of the model: sampling ends there, and the end is trained. The weights are such that
-    it is what the model says."""
-    tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
-    ends_turn = "{% if m.role == 'assistant' %}<file_sep>{% endif %}"
-    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.content }}}}{ends_turn}{{% endfor %}}"
-    end, cfg = tokenizer.convert_tokens_to_ids("<file_sep>"), TrainConfig(num_generations=2, max_completion_length=8)
-    new, row, ids = moved(model, 0), {"prompt": [{"role": "user", "content": "Hi"}]}, tokenizer("Hi")["input_ids"]
-    with torch.no_grad():
-        last = new.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-        new.lm_head.weight[end] = 30 * last / last.square().sum()
-    push(client, named(new), 1)
-    client.tokenizer = tokenizer
-    for ends, expected in (([], 8), (sorted(end_ids(new, tokenizer)), 1)):
-        client.stop_token_ids = ends
-        for t in asyncio.run(rollouts.single_turn([row], client, cfg)):
-            assert t.prompt_ids == ids and t.token_ids[0] == end and t.loss_mask == [1] * expected
-            assert t.finish_reason == ("length" if expected > 1 else "stop")
-    assert len(ends) == 2
 
 
 def test_tokens_that_are_never_to_be_sampled_are_not(client):
@@ -257,11 +229,13 @@ def test_what_a_push_lacks_or_has_too_much_of_is_refused_by_name_and_nothing_ans
             push(client, wrong, 2)
         client.abort_push()
         assert client._all("GET", "/is_paused") == [{"is_paused": True}]
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(client.generate(PROMPT, max_tokens=2), 2))
-    new = moved(model, 5)
+        client.request_timeout = 1.0
+        with pytest.raises(ServerError, match="no answer within 1 s"):
+            sample(client)
+    client.request_timeout = 120
+    waiting, new = client.pool.submit(sample, client), moved(model, 5)
     push(client, named(new), 3)
-    assert all(agrees(new, completion) for completion in sample(client))
+    assert all(agrees(new, completion) for completion in waiting.result() + sample(client))
 
 
 KILLED = """
@@ -269,32 +243,35 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_client import VLLMClient
 url, token, folder = sys.argv[1:]
-client = VLLMClient([url], token, run="killed", timeout=20)
+client = VLLMClient([url], token, run="killed", timeout=8)
 client.connect_weights("cpu")
 weights = list(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 client.begin_push()
 client.send_bucket([(name, 2 * weight.detach()) for name, weight in weights[:10]])
 print("half", flush=True)
-what = dict(names=["x"], dtype_names=["float32"], shapes=[[4]], size=16)
-client._begin("POST", "/update_weights", {"update_info": what})
+what = dict(names=["x"], dtype_names=["float32"], shapes=[[4]])
+client._begin("POST", "/update_weights", [{"update_info": what}])
 sys.stdin.read()
 """
 
 
-def test_a_trainer_killed_in_the_middle_of_a_push_leaves_no_half_new_weights_answering(client, server, model):
-    """The worker waits for a bucket just then. The next trainer's push mends it."""
+@pytest.mark.parametrize("end, seconds", [(signal.SIGKILL, 6), (signal.SIGSTOP, 30)], ids=["killed", "silent"])
+def test_a_trainer_that_ends_in_mid_push_leaves_no_half_new_weights_answering(client, server, model, end, seconds):
+    """The worker waits for a bucket just then: for a trainer that is silent as long as its --server_timeout. The next
+    trainer's push mends it."""
     push(client, named(model), 1)
     command = [sys.executable, "-c", KILLED, server.url, server.token, str(server.model_dir)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "half\n"
     time.sleep(0.5)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(end)
     assert client._all("GET", "/is_paused") == [{"is_paused": True}]
     client.abort_push()  # its group is not the server's any more
-    new = moved(model, 3)
+    new, start = moved(model, 3), time.monotonic()
     push(client, named(new), 2)
-    assert all(agrees(new, completion) for completion in sample(client))
+    assert time.monotonic() - start < seconds and all(agrees(new, completion) for completion in sample(client))
+    process.kill()
+    process.wait()
 
 
 def test_tokens_of_other_weights_than_this_runs_are_refused(client, server, model):
@@ -356,9 +333,11 @@ def adapters(client, model):
 
 
 def test_adapters_travel_alone_and_are_peft_s(adapters, model):
+    folders = set()
     for version in (1, 2, 3):
         policy, bucket = adapted(model, version)
         push(adapters, bucket, version)
+        folders |= {adapters.folders[version]}
         for completion in sample(adapters):
             assert completion.policy_version == version and agrees(policy, completion)
     listed = {card["id"] for card in adapters._all("GET", "/v1/models")[0]["data"]}
@@ -367,7 +346,21 @@ def test_adapters_travel_alone_and_are_peft_s(adapters, model):
     kept = load_file(adapters.folders[3] / "adapter_model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in bucket} == {name: tuple(t.shape) for name, t in kept.items()}
     adapters.close()
-    assert not adapters.folders
+    assert len(folders) == 3 and not any(folder.exists() for folder in folders)
+
+
+def test_runs_share_a_server_by_adapters_until_one_pushes_weights(adapters, server, model):
+    other = VLLMClient([server.url], server.token, run="other", timeout=30)
+    other.adapter = adapters.adapter
+    for seed, client in enumerate((adapters, other)):
+        client.connect_weights("cpu")
+        push(client, adapted(model, seed)[1], 1)
+    for seed, client in enumerate((adapters, other)):
+        assert all(agrees(adapted(model, seed)[0], completion) for completion in sample(client))
+    other.close()
+    push(VLLMClient([server.url], server.token, run="third"), named(model), 1)
+    with pytest.raises(ServerError, match="third:1"):
+        sample(adapters)
 
 
 def test_a_completion_keeps_the_adapter_that_it_began_with(adapters, model):
@@ -386,14 +379,114 @@ def test_a_completion_keeps_the_adapter_that_it_began_with(adapters, model):
 
 
 def test_why_a_server_takes_no_adapters_is_said(client, model):
-    shapes = {"base_model.model.model.layers.0.self_attn.q_proj": (256, 128, 128)}
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
     client._all("POST", "/update_weight_version", {"new_version": "default"})
-    assert "--max-lora-rank 256" in client.why_no_adapters(shapes)
+    assert "--max-lora-rank 65" in client.why_no_adapters({layer: (65, 128, 128)})
+    assert client.why_no_adapters({layer: (64, 128, 128)}) is None
+    client.adapter = None
     push(client, named(model), 1)
-    assert "weights run:1 of an earlier push" in client.why_no_adapters({next(iter(shapes)): (4, 128, 128)})
+    assert "weights run:1 of an earlier push" in client.why_no_adapters({layer: (4, 128, 128)})
 
 
 # ---- without a server ------------------------------------------------------------------------------------------------
+
+
+def test_what_vllm_is_started_with(monkeypatch, capsys, tmp_path):
+    """Our defaults where nothing else is given, as its own parser reads them; a token made up, or that of a file. What
+    must not or cannot be served is said before anything is loaded."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def started(*words: str):
+        monkeypatch.setattr(secrets, "_read", {})
+        vllm_server.get_ready(*vllm_server.parse_command_line(["--model", "m", "--port", str(free_port()), *words]))
+        return make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+
+    for name in ("VLLM_SERVER_TOKEN", "VLLM_SERVER_TOKEN_FILE", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", ["vllm_server.py"])
+    monkeypatch.setattr(vllm_server.Token, "token", "")
+    plain = started()
+    assert (plain.host, plain.max_loras, plain.max_lora_rank, plain.ssl_certfile) == ("127.0.0.1", 4, 64, None)
+    assert f"token {vllm_server.Token.token} " in capsys.readouterr().out and len(vllm_server.Token.token) > 20
+    (tmp_path / "token").write_text("of-the-file")
+    mine = started("--max-loras", "8", "--ssl-certfile", "c", "--ssl-keyfile", "k", "--token-file", f"{tmp_path}/token")
+    assert (mine.max_loras, mine.ssl_certfile, mine.ssl_keyfile) == (8, "c", "k")
+    assert vllm_server.Token.token == "of-the-file" and vllm_server.ADDRESS.startswith("https://127.0.0.1:")
+    monkeypatch.delenv("VLLM_SERVER_TOKEN_FILE")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        started("--host", "0.0.0.0")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(SystemExit, match="cannot listen on"):
+        started("--port", str(other.getsockname()[1]))
+    said = capsys.readouterr()
+    assert "wants a token of your choice" in said.err and "loading" not in said.out
+
+
+@pytest.mark.parametrize("flag, shown", [("--help", "--token-file"), ("--help=all", "--tensor-parallel-size")])
+def test_help_is_ours_or_vllms(flag, shown):
+    command = [sys.executable, "vllm_server.py", flag]
+    assert shown in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+async def answers(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body"})
+
+
+def test_under_vllm_serve_the_token_is_that_of_the_environment(monkeypatch):
+    monkeypatch.setattr(secrets, "_read", {})
+    monkeypatch.setattr(vllm_server.Token, "token", "")
+    with pytest.raises(ValueError, match="no token"):
+        vllm_server.Token(answers)
+    monkeypatch.setenv("VLLM_SERVER_TOKEN", "given")
+    page = TestClient(vllm_server.Token(answers))
+    assert [page.get("/", headers={"Authorization": f"Bearer {t}"}).status_code for t in ("", "given")] == [401, 200]
+
+
+def test_a_server_ends_with_who_started_it():
+    """While it loads, here."""
+    command = (
+        f"{sys.executable} vllm_server.py --model m --port {free_port()} --exit-with-parent >&2 & echo $!; read line"
+    )
+    parent = subprocess.Popen(command, shell=True, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server = psutil.Process(int(parent.stdout.readline()))
+    with pytest.raises(psutil.TimeoutExpired):
+        server.wait(2)
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([server], timeout=20)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    "gpus, backend",
+    [(["a", "b", "c"], "nccl"), (["a", "b", "a"], "gloo"), (["a", None], "gloo"), ([None, "a"], "gloo")],
+)
+def test_nccl_where_each_rank_has_a_gpu_of_its_own(gpus, backend):
+    assert wire.backend_for(gpus) == backend
+
+
+@pytest.mark.parametrize(
+    "flags, gpu, refused, said",
+    [
+        ({}, "a", None, "travels as adapters alone"),
+        ({}, "a", "too wide", "is folded into the weights that are pushed: too wide"),
+        ({}, None, None, "is folded into the weights that are pushed: the server is on CPUs"),
+        (dict(push_lora="adapters"), None, None, "travels as adapters alone"),
+        (dict(push_lora="adapters"), "a", "too wide", None),
+        (dict(load_in="4bit"), "a", "too wide", None),
+    ],
+)
+def test_how_lora_travels(model, monkeypatch, capsys, flags, gpu, refused, said):
+    client = SimpleNamespace(receives_weights=True, adapter=None, why_no_adapters=lambda shapes: refused)
+    monkeypatch.setattr(servers.utils, "gather_objects", lambda one: [one])
+    monkeypatch.setattr(servers.utils, "is_main", lambda: True)
+    with contextlib.nullcontext() if said else pytest.raises(ConfigError, match="too wide"):
+        policy, infos = adapted(model, 0)[0], [SimpleNamespace(gpus=[gpu])]
+        servers.choose_adapters(client, infos, policy, TrainConfig(use_peft=True, **flags))
+    assert said is None or f"LoRA {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size, count", [(2**24, 1), (40, 2), (1, 4)])
@@ -414,18 +507,14 @@ def test_both_ends_cut_a_bucket_alike(monkeypatch, size, count):
     assert all(torch.equal(one, tensor) for one, (_, tensor) in zip(came[1:], sent[1:], strict=True))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"logprobs": {"content": [{"logprob": -9999.0}]}},
-        {"finish_reason": "abort"},
-        {"weight_versions": None},
-    ],
-)
+SAMPLED = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+SAMPLED |= {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]}
+WRONG = [{"logprobs": {"content": [{"logprob": -9999.0}]}}, {"finish_reason": "abort"}, {"weight_versions": None}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_answers_that_cannot_be_trained_on_are_refused(monkeypatch, wrong):
-    one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
-    one |= {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]} | wrong
-    answer = {"choices": [one], "prompt_token_ids": [1]}
+    answer = {"choices": [SAMPLED | wrong], "prompt_token_ids": [1]}
     monkeypatch.setattr(http, "ask", lambda *_, **__: answer)
     with pytest.raises(ServerError):
         sample(VLLMClient(["http://a:1"], "t", run="r"), prompt=[1], n=1)
@@ -433,13 +522,11 @@ def test_answers_that_cannot_be_trained_on_are_refused(monkeypatch, wrong):
 
 def test_turns_stay_where_their_prefix_is_and_first_turns_go_where_there_is_room(monkeypatch):
     asked: dict[str, list[str]] = {}
-    one = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
-    one |= {"weight_versions": [{"version": "r:1", "start": 0, "end": 1}]}
 
     def ask(method, url, seconds, body, using):
         asked.setdefault(url.split("/")[2], []).append(body["token_ids"][0])
         time.sleep(0.01 * (body["token_ids"][0] % 3))
-        return {"choices": [one], "prompt_token_ids": body["token_ids"]}
+        return {"choices": [SAMPLED], "prompt_token_ids": body["token_ids"]}
 
     monkeypatch.setattr(http, "ask", ask)
     client = VLLMClient([f"http://{name}:1" for name in "abc"], "t", run="r")

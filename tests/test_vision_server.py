@@ -11,6 +11,7 @@ from server_fixture import start_server
 from tiny_vlms import picture, picture_rows
 
 import train_grpo as script
+import vllm_client
 from algorithms import teachers
 from config import TrainConfig
 from inputs import vision
@@ -70,6 +71,15 @@ def test_server_and_trainer_see_the_same(run):
     assert difference(policy, replace(batch, model_inputs=inputs), cfg) > 10 * difference(policy, batch, cfg)
 
 
+def test_a_server_that_sees_another_picture_ends_the_run(run, monkeypatch):
+    _, cfg, client = run
+    rows = [row for row in picture_rows() if "image" in row]
+    encode = vllm_client.encode_image
+    monkeypatch.setattr(vllm_client, "encode_image", lambda _: encode(picture(9, 90, 90)))
+    with pytest.raises(RuntimeError, match="they differ from token"):
+        asyncio.run(single_turn(rows, client, cfg))
+
+
 @pytest.mark.parametrize("prompt", ["the same", "another"])
 def test_pictures_travel_to_a_teacher(run, server, prompt):
     """The policy's own server as its teacher: behind the same prompt it says what it said when it sampled."""
@@ -96,6 +106,6 @@ def test_a_server_whose_engine_dies_says_so_and_leaves_no_process_behind(server)
     family = psutil.Process(server.process.pid).children(recursive=True)
     (engine,) = (child for child in family if "EngineCore" in " ".join(child.cmdline()) + child.name())
     engine.kill()
-    assert server.process.wait(60) != 0
+    assert server.process.wait(60) == 1
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
