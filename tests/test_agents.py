@@ -16,7 +16,7 @@ from test_turns import tokenizer_of
 from tiers import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from envs import agents
 from envs.recorder import Conversation, read_answer, recorder
 from inputs.trajectory import Completion, TrajectoryError
@@ -403,7 +403,7 @@ def test_a_command_is_any_program_and_ends_with_all_it_started(tmp_path, monkeyp
     ],
 )
 def test_an_agent_that_cannot_work_is_refused_at_start(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         agents.check_agent(TrainConfig(**settings))
 
 
