@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 from looking.runs import Run, plain
 from looking.told import described
 from runlog import samples
+from runlog.storable import whole
 
 PAGE = Path(__file__).parent / "page"
 TOKENS = 2000  # of a trajectory
@@ -69,10 +70,9 @@ def write_report(folder: Path) -> Path | None:
     scripts = f'<script type="application/json" id="inlined">{answers}</script><script>{charts}</script>'
     scripts += f'<script type="importmap">{imports}</script><script type="module">{START}</script>'
     page = page.replace("</body>", f"{scripts}</body>")
-    path, partial = folder / "report.html", folder / "report.html.partial"
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
-    return path
+    with whole(folder / "report.html") as path:
+        path.write_text(page, encoding="utf-8")
+    return folder / "report.html"
 
 
 def style(link: re.Match) -> str:

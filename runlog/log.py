@@ -40,7 +40,7 @@ from inputs.parts import without_sources
 from inputs.trajectory import calls_in
 from runlog import advice, tokens
 from runlog.reading import Curves, phases, read_metrics, readable_prompt, some_lines
-from runlog.storable import column, storable, text_of, visible
+from runlog.storable import flat, storable, text_of, visible, whole, write_table
 from safety import secrets
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
@@ -294,12 +294,14 @@ class RunLog:
     def _tell(self, **changes) -> None:
         """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
         self.state |= changes | {"updated": time.time()}
-        write_whole(self.dir / "state.json", json.dumps(self.state) + "\n")
+        with whole(self.dir / "state.json") as path:
+            path.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
 
     def _keep_until(self, step: float) -> tuple[int, float]:
         """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
         lines = [line for line in read_metrics(self.dir) if line["step"] <= step]
-        write_whole(self.metrics_path, "".join(json.dumps(line) + "\n" for line in lines))
+        with whole(self.metrics_path) as path:
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         for path in self.dir.glob("*/step_*.parquet"):
             number = path.stem.removeprefix("step_")
             if number.isdecimal() and int(number) > step:  # other names are somebody else's
@@ -380,9 +382,9 @@ class RunLog:
         if not every or (step - 1) // every == (before - 1) // every:
             return
         for tracker in self.trackers:
-            tracker.completions(step, [_flat(row) for row in rows[:SAMPLES]])
+            tracker.completions(step, [flat(row) for row in rows[:SAMPLES]])
         row = rows[0]
-        lines = [f"--- a sample of step {step} ---", _block("prompt", readable_prompt(_flat(row)["prompt"]))]
+        lines = [f"--- a sample of step {step} ---", _block("prompt", readable_prompt(flat(row)["prompt"]))]
         for number, turn in enumerate(row.get("turns") or (), 1):
             lines += [_block(f"turn {number}, trained on", turn["text"])]
             lines += [_block("answered, masked", "\n".join(turn["observation"]))] if turn["observation"] else []
@@ -426,27 +428,6 @@ def say(text: str, **how) -> None:
         Console(highlight=False, soft_wrap=True).print(visible(text), markup=False, **how)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: others read it meanwhile."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def write_table(path: Path, rows: list[dict]) -> None:
-    """The rows as a parquet file, whole or not at all."""
-    import pyarrow
-    import pyarrow.parquet
-
-    path.parent.mkdir(exist_ok=True)
-    flat = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))  # rows may differ in their reward names
-    table = pyarrow.table({name: column([row.get(name) for row in flat]) for name in names})
-    partial = path.with_suffix(".partial")
-    pyarrow.parquet.write_table(table, partial, compression="zstd")
-    os.replace(partial, path)
-
-
 SHOWN = {"reward": "reward", "distill/reverse_kl": "from teacher", "kl": "kl", "grad_norm": "grad norm"}
 SHOWN |= {"staleness/max": "staleness", "completions/mean_length": "length"}
 SHARES = {"frac_reward_zero_std": "silent groups", "completions/clipped_ratio": "cut off"}
@@ -483,16 +464,6 @@ def _plain(name: str, value) -> float | int | None:
     if value is not None and not isinstance(value, numbers.Real):
         raise TypeError(f"metric {name!r} is {value!r}; log numbers, and text as completions")
     return value if value is not None and math.isfinite(value) else None
-
-
-def _flat(row: dict) -> dict:
-    """Nested values as JSON text; texts as a file can hold them."""
-    flat = {}
-    for key, value in row.items():
-        nested = isinstance(value, (list, tuple, dict))
-        value = json.dumps(value, ensure_ascii=False, default=text_of) if nested else value
-        flat[text_of(key)] = storable(value) if isinstance(value, str) else value
-    return flat
 
 
 def _short(value) -> str:

@@ -1,7 +1,12 @@
 """Text that files, tables, pages and terminals can take, whatever a model, a tool or a data set put into it: half a
-surrogate pair, control characters, values of no type in common."""
+surrogate pair, control characters, values of no type in common. Files that are whole at any time."""
 
+import contextlib
+import json
+import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 # numpy and pyarrow are imported where columns are made: look.py --help needs neither.
 
@@ -40,3 +45,33 @@ def column(values: list):
     except (pyarrow.ArrowException, OverflowError, ValueError, TypeError):
         pass
     return pyarrow.array([None if value is None else text_of(value) for value in values], pyarrow.string())
+
+
+def flat(row: dict) -> dict:
+    """Nested values as JSON text; texts as a file can hold them."""
+    found = {}
+    for key, value in row.items():
+        nested = isinstance(value, (list, tuple, dict))
+        value = json.dumps(value, ensure_ascii=False, default=text_of) if nested else value
+        found[text_of(key)] = storable(value) if isinstance(value, str) else value
+    return found
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to; what was written is at `path` behind the block. Others read meanwhile."""
+    yield (partial := path.with_suffix(".partial"))
+    os.replace(partial, path)
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    """The rows as a parquet file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(exist_ok=True)
+    rows = [flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))  # rows may differ in their reward names
+    table = pyarrow.table({name: column([row.get(name) for row in rows]) for name in names})
+    with whole(path) as partial:
+        pyarrow.parquet.write_table(table, partial, compression="zstd")

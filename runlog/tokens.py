@@ -13,12 +13,13 @@ Columns of completions/step_N.parquet, a list each as long as token_ids; a numbe
     tokens/weight            half    minus the derivative of the update's loss by its log-prob, times its loss tokens
 """
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from runlog.storable import write_table
 
 HALF_MAX = 65504.0
 
@@ -65,22 +66,12 @@ def write_vocabulary(run_dir: Path, processor) -> None:
     path = Path(run_dir) / "vocabulary.parquet"
     if path.exists():  # a resumed run
         return
-    import pyarrow
-    import pyarrow.parquet
-
     tokenizer = getattr(processor, "tokenizer", processor)
     tokens = {number: token for token, number in tokenizer.get_vocab().items()}
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
-    read, ids = reader(tokenizer), sorted(tokens)
-    columns = {
-        "id": pyarrow.array(ids, pyarrow.int32()),
-        "piece": pyarrow.array([read(tokens[number]) for number in ids], pyarrow.binary()),
-        "special": pyarrow.array([number in special for number in ids], pyarrow.bool_()),
-    }
-    partial = path.with_suffix(".partial")
-    pyarrow.parquet.write_table(pyarrow.table(columns), partial, compression="zstd")
-    os.replace(partial, path)
+    read = reader(tokenizer)
+    write_table(path, [{"id": n, "piece": read(tokens[n]), "special": n in special} for n in sorted(tokens)])
 
 
 def reader(tokenizer) -> Callable[[str], bytes]:
