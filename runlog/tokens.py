@@ -71,7 +71,8 @@ def write_vocabulary(run_dir: Path, processor) -> None:
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
     read = reader(tokenizer)
-    write_table(path, [{"id": n, "piece": read(tokens[n]), "special": n in special} for n in sorted(tokens)])
+    rows = [{"id": np.int32(n), "piece": read(tokens[n]), "special": n in special} for n in sorted(tokens)]
+    write_table(path, rows)
 
 
 def reader(tokenizer) -> Callable[[str], bytes]:
