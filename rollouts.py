@@ -149,7 +149,7 @@ def with_parser(cfg: TrainConfig, processor) -> TrainConfig:
     return replace(cfg, domains=entries, tool_parser=names.get("", cfg.tool_parser))
 
 
-def scored_together(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
+def settings_of_calls(cfg: TrainConfig, reward_functions: dict[str, Callable]) -> list[TrainConfig]:
     """How a row's trajectories are divided among calls of its rollout; those of one call are scored together.
 
     One call has them all, since rewards may compare completions, and a rollout may, too. If the rollout and every

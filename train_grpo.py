@@ -16,9 +16,9 @@ A training step, and where to find it:
     push the new weights to the server; the next step samples from them            section 9
 
 Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step. For an
-idea you need not read all of it: an advantage is section 5; a loss section 6, with `micro_loss` in 7, which calls it; a
-rollout section 3; an optimizer `make_optimizer`. A feature goes with the lines that call its room, and its import:
-`teachers.`, `colocate.`, `gpu.`, `agreement.`, `router_replay.`
+idea you need not read all of it: an advantage is section 5; a loss section 6, the comment before it and `micro_loss` in
+7, which calls it; a rollout section 3; an optimizer `make_optimizer`. docs/ideas.md has some that work. A feature goes
+with the lines that call its room, and its import: `teachers.`, `colocate.`, `gpu.`, `agreement.`, `router_replay.`
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -90,6 +90,7 @@ from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import divergence, rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
 from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
+from algorithms.silent import Outputs
 from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats, clipped_surrogate, collate, differ
 from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
 from batch import sequence_ratio, split_restarts, spread, start_record
@@ -225,9 +226,9 @@ def train(
         metrics["num_tokens"] += state["num_tokens"]  # of all steps so far
         state |= {"num_tokens": metrics["num_tokens"], "beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if logs:
-            means = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            rewards, with_tokens = [sum(t.token_rewards) for t in trajectories], batch.record is not None
-            completions = utils.gather_lists(completion_rows(trajectories, rewards, means, batch, with_tokens))
+            mean_advantages = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
+            scores, with_tokens = [sum(t.token_rewards) for t in trajectories], batch.record is not None
+            completions = utils.gather_lists(completion_rows(trajectories, scores, mean_advantages, batch, with_tokens))
             if log:
                 log.step(step + 1, metrics, completions)
         if evaluates:  # before saving, so that a resumed run has it
@@ -349,7 +350,7 @@ async def sample_rows(
         row = rows[number]
         settings = settings_at(step, cfg.of(row))
         calls = [rollout(row, generator, reward_functions, settings, versions)]
-        if "baselines" in needs(cfg):  # the score of a greedy completion
+        if "baselines" in needs(cfg):  # the advantage asks (section 5) for the score of a greedy completion
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
             calls.append(rollout(row, generator, reward_functions, greedy, versions))
         (group, sampled_at), *baselines = await asyncio.gather(*calls)
@@ -357,7 +358,7 @@ async def sample_rows(
             trajectory.info["row_number"] = number
         for greedy_group, _ in baselines:
             rollouts.tell_baseline(group, greedy_group[0])
-        silent = rollouts.cannot_be_shown(group, number) or cfg.dynamic_sampling and not has_signal(group, settings)
+        silent = rollouts.cannot_be_shown(group, number) or (cfg.dynamic_sampling and not has_signal(group, settings))
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
 
     return await rollouts.enough_groups(sample, first, further)
@@ -385,7 +386,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        work = [asyncio.ensure_future(score(played, functions, call_cfg))]
+        work = [asyncio.ensure_future(score(played, functions, call_cfg))]  # adds to token_rewards, fills info
         work.append(teachers.tell(played, generator, call_cfg, scored=work[0]))  # waits for work[0] if it needs scores
         try:
             await asyncio.gather(*work)
@@ -395,8 +396,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
 
     # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
     # reward function say `per_trajectory`.
-    call_cfgs = rollouts.scored_together(cfg, functions)  # the settings of each call
-    parts = await asyncio.gather(*map(sample_and_score, call_cfgs))
+    parts = await asyncio.gather(*map(sample_and_score, rollouts.settings_of_calls(cfg, functions)))
     return list(chain(*parts)), max(sampled_at)
 
 
@@ -588,7 +588,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that no denominator
     counts it (but that of --loss_agg constant), after its group's mean and std, which it is in; tokens of low entropy
     (--top_entropy_quantile) lose their advantage alone. Returns {name: numbers to log}."""
-    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
+    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as `has_signal` has them
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
     keep = torch.tensor([low <= m <= high for m, (low, high) in zip(mean, window, strict=True)])  # not too hard or easy
@@ -687,14 +687,15 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
     """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
     Counts are of the *whole* optimizer update over all ranks, so that the gradient cannot depend on how the update is
-    cut. num_tokens: loss tokens ("prompt_mean": [B, 1], those of the row's prompt); num_sequences: completions with a
-    loss token ("constant": all completions, "prompt_mean": prompts); max_tokens: the constant of Dr. GRPO, the longest
-    completion allowed.
+    cut. num_tokens: loss tokens ("prompt_mean": those of the row's prompt, [B, 1]; "seq_mean": [B, 1], those of the
+    row's completion, if that is several rows); num_sequences: completions with a loss token ("constant": all
+    completions, "prompt_mean": prompts); max_tokens: the constant of Dr. GRPO, the longest completion allowed.
     """
     if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
         return loss_mask / max(num_tokens, 1)
     if mode == "seq_mean":  # every completion alike (GRPO, 2402.03300 eq. 3)
-        return loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)
+        of_row = num_tokens if isinstance(num_tokens, Tensor) and num_tokens.ndim else loss_mask.sum(1, keepdim=True)
+        return loss_mask / of_row.clamp(min=1) / max(num_sequences, 1)
     if mode == "seq_sum":
         return loss_mask / max(num_sequences, 1)
     if mode == "prompt_mean":  # every prompt alike, in it every token; num_tokens [B, 1]: those of the row's prompt
@@ -706,20 +707,19 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 
 def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
     """`token_weights` of a micro-batch.  [B, T]"""
-    if "_tokens_of_unit" in part.extras:  # it may hold only some rows of a prompt, or of a completion
+    if "_tokens_of_unit" in part.extras:  # of which it may hold only a part
         counts = counts | {"num_tokens": part.extras["_tokens_of_unit"][:, None]}
-        return token_weights(part.loss_mask, "prompt_mean", **counts)  # the mean over a prompt, or over a completion
     return token_weights(part.loss_mask, cfg.loss_agg, **counts)
 
 
 def tokens_of_unit(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
-    """For `weights_of`, before an update is cut: the loss tokens of each row's prompt (prompt_mean), or of its whole
-    completion (seq_mean), where that is several rows.  [B]"""
+    """For `weights_of`, before an update is cut: loss tokens of each row's prompt, or completion, whichever --loss_agg
+    takes the mean over.  [B]"""
     tokens = batch.loss_mask.sum(1)  # [B]
     if cfg.loss_agg == "prompt_mean":
         _, size = group_index(batch.groups)  # [B] completions of the row's prompt
-        return {"_tokens_of_unit": group_mean(tokens, batch.groups) * size}
-    return {"_tokens_of_unit": tokens} if cfg.loss_agg == "seq_mean" and any(batch.restarts) else {}
+        tokens = group_mean(tokens, batch.groups) * size
+    return {"_tokens_of_unit": tokens} if cfg.loss_agg in ("prompt_mean", "seq_mean") else {}
 
 
 # ==== 7 update =======================================================================================================
@@ -762,30 +762,34 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
 
     Counts are global and taken before the loop, or ranks with short completions would count more. Groups whose
-    completions all scored the same have no gradient under most losses: passes of such groups alone come first, and end
-    before the model's backward pass. Returns this rank's sums over tokens, a scalar
-    each: "loss", "tokens" and the statistics.
+    completions all scored the same have no gradient under most losses: passes of such groups alone come first, and do
+    without the model's backward pass. Returns this rank's sums over tokens, a scalar each: "loss", "tokens" and the
+    statistics.
     """
     loss_of = loss_of or micro_loss
     batch = prepared_for_update(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     if batch.record is not None:
         # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
-        # gradients of `backward` are this loss's times the number of ranks.
+        # gradients below are this loss's times the number of ranks.
         batch.record.scale = -counts["num_tokens"] / utils.world_size()
     batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
-    may_end_early = True  # until a pass has a gradient on any rank
+    silent = True  # until a pass has a gradient on any rank
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = torch.zeros_like(part.loss_mask)
-        may_end_early &= not last  # in the last backward pass DDP sums the gradients over ranks
         with parameters.exchanging(policy, last):
-            loss, stats, may_end_early = backward(policy, part, cfg, counts, loss_of, may_end_early)
-        sums["loss"] += loss.double()
+            outputs = Outputs(policy)  # calls it for the loss
+            with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
+                loss, stats = loss_of(outputs, part, cfg, counts)
+            # loss.backward(), which may end early. DDP and FSDP average gradients over ranks, and a sum is wanted; DDP
+            # does so in the last backward pass, which each rank has to make.
+            silent = outputs.backward(loss * utils.world_size(), silent and not last)
+        sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
 
@@ -814,37 +818,9 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
 
 
-def backward(
-    policy, part: Batch, cfg: TrainConfig, counts: dict, loss_of, may_end_early: bool
-) -> tuple[Tensor, dict, bool]:
-    """Adds a part's gradient to the policy's. Returns its loss, statistics, and whether it ended early.
-
-    In two stages: the loss's gradient by what the policy returned (log-probs, entropy), which is cheap; then from there
-    back through the model. With may_end_early the second is left out if that gradient is 0 on all ranks, which is seen
-    and not concluded from advantages of 0: a KL term may have one all the same. All ranks take the same branch, or
-    FSDP's collectives would not match. DDP and FSDP average over ranks, so the loss is multiplied by their number.
-    """
-    outputs: list[tuple[Tensor, Tensor]] = []  # what the policy returned, and a leaf of the same values
-
-    def policy_with_leaves(*inputs):  # the loss's graph begins at the leaves, so the first stage ends there
-        returned = policy(*inputs)
-        leaves = [values.detach().requires_grad_(values.requires_grad) for values in returned]
-        outputs.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
-        return leaves
-
-    with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
-        loss, stats = loss_of(policy_with_leaves, part, cfg, counts)
-    returned, leaves = zip(*outputs, strict=True)
-    gradients = torch.autograd.grad(loss * utils.world_size(), leaves, allow_unused=True, materialize_grads=True)
-    ends_early = may_end_early and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients)))
-    if not ends_early:
-        torch.autograd.backward(returned, gradients)
-    return loss.detach(), stats, ends_early
-
-
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
-    logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each
+    logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
     weights = weights_of(part, cfg, counts)  # [B, T]
     # The policy loss, times trainer / generator.
@@ -861,7 +837,7 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
             kl = kl * log_ratio(logprobs, part).exp()
         per_token = per_token + cfg.beta * kl
         stats["kl"] = kl
-    if part.top_logprobs is not None:  # compute_logprobs has set it
+    if part.top_logprobs is not None:
         distance, numbers = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
@@ -907,14 +883,15 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     (DeepSeek-V3.2), measured with the current weights.
     """
     mask = batch.loss_mask
-    d, w = mismatch(logprobs, batch, cfg)  # [B, T] each: log(trainer / generator) of a token; exp of it, or of its sum
+    # [B, T] each: log(pi_old / generator) of a token (--old_logprobs sampler: pi / generator); exp of it, or of its sum
+    d, w = mismatch(logprobs, batch, cfg)
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
         w = torch.ones_like(w)
     elif cfg.correction_mode == "mask":
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
     else:
         w = w.clamp(cfg.correction_min, cfg.correction_max)
-    keep = not_rejected(d, mask, cfg)
+    keep = not_rejected(d, mask, cfg)  # all, unless --reject_bounds are narrower than 0 to infinity
     if cfg.off_policy_threshold is not None:
         drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
@@ -1170,10 +1147,7 @@ def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: tor
         buckets = adapter_buckets(one_by_one(policy), size, torch.float32, scaled=False)
         return (gathered(bucket, True) for bucket in buckets), inner.model.peft_config["default"]
     buckets = ([(name, rounded(t, dtype)) for name, t in bucket] for bucket in weight_buckets(policy, size, dtype))
-    # Not trained, and part of the model all the same: what some routers add to their scores, for one.
-    parts = ((f"{name}.{key}", part, key) for name, part in policy.named_modules() for key in part._buffers)
-    saved = [(clean_name(n), part._buffers[k]) for n, part, k in parts if k not in part._non_persistent_buffers_set]
-    return chain(buckets, [[(name, tensor) for name, tensor in saved if tensor is not None]]), None
+    return chain(buckets, [parameters.saved_buffers(policy)]), None
 
 
 # ==== 10 evaluation ==================================================================================================

@@ -216,3 +216,11 @@ def exchanging(policy: nn.Module, last: bool) -> contextlib.AbstractContextManag
     if isinstance(policy, FSDPModule):
         policy.set_requires_all_reduce(last)
     return policy.no_sync() if isinstance(policy, DistributedDataParallel) and not last else contextlib.nullcontext()
+
+
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of what is not trained and part of a model all the same: what some routers add to their
+    scores, for one."""
+    parts = ((f"{name}.{key}", part, key) for name, part in model.named_modules() for key in part._buffers)
+    saved = [(clean_name(n), part._buffers[k]) for n, part, k in parts if k not in part._non_persistent_buffers_set]
+    return [(name, tensor) for name, tensor in saved if tensor is not None]
