@@ -30,7 +30,7 @@ from server_fixture import free_port  # noqa: E402
 
 from runlog.reading import read_metrics  # noqa: E402
 
-MODEL = "models/SmolLM2-135M-Instruct"
+MODEL, FOLDER = "models/SmolLM2-135M-Instruct", ROOT / "runs" / "overlap"
 COMMON = (
     f"--model_id {MODEL} --dataset_id examples/sums.py:rows --max_prompt_length 128 --max_completion_length 12 "
     "--min_completion_length 12 --learning_rate 3e-4 --use_peft --lora_r 32 --lora_alpha 64 "
@@ -53,7 +53,7 @@ def pinned(core: int, command: list[str], log: Path, **variables: str) -> subpro
 
 def measure(name: str, wait: float, args: argparse.Namespace) -> dict[str, float]:
     """Means over the steps of one run, on a server of its own."""
-    token, port, folder = os.urandom(8).hex(), free_port(), args.folder
+    token, port, folder = os.urandom(8).hex(), free_port(), FOLDER
     run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
     serve = ["vllm_server.py", "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
     serve += ["--exit-with-parent"]
@@ -100,9 +100,8 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--max_staleness", type=int, default=4)
     parser.add_argument("--waits", type=float, nargs="+", default=[0.5, 1, 2], help="mean seconds of an answer, tails")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "overlap")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     waits = args.waits if args.mode == "tails" else [0.0]
     cases = [(wait, name) for wait in waits for name in args.systems]
     found: dict[tuple, list[dict]] = {case: [] for case in cases}

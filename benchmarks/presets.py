@@ -102,11 +102,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     args = parser.parse_args()
     subprocess.run([sys.executable, "scripts/make_models.py", "tiny", "models/tiny"], cwd=ROOT, check=True)
     folder = Path(tempfile.mkdtemp(prefix="algorithms_"))
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(2) as pool:  # one thread each
         runs = list(pool.map(lambda job: run(*job, folder), [(p, s) for p in args.presets for s in args.seeds]))
     print(table(runs))
 
