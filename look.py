@@ -7,6 +7,7 @@ whoever has the token can then choose what these flags' rewards and tools get. S
 """
 
 import argparse
+import secrets
 import socket
 import sys
 from pathlib import Path
@@ -47,10 +48,10 @@ def main(arguments: list[str]) -> None:
     try:  # here, so that --help and mistakes answer at once
         import uvicorn
 
-        from looking.server import make_app, new_token
+        from looking.server import make_app
     except ImportError as error:
         raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
-    token, listening = new_token(), bound(given.port)
+    token, listening = secrets.token_urlsafe(18), bound(given.port)
     app = make_app(given.folder, token, flags)
     port = listening.getsockname()[1]
     print(f"Runs in {given.folder.resolve()}: http://{HOST}:{port}/?token={token}   (Ctrl-C ends)", flush=True)

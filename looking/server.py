@@ -7,7 +7,6 @@ the document as text; the content security policy lets no other script run.
 import base64
 import hmac
 import json
-import secrets
 import subprocess
 import sys
 from functools import partial
@@ -46,10 +45,6 @@ def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlett
     app.state.runs, app.state.token = Runs(root), token
     app.state.answers = ANSWERS | ({} if flags is None else {"try": partial(tried, flags)})
     return app
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(18)
 
 
 def page(request: Request) -> Response:
