@@ -48,11 +48,10 @@ def test_weights_of_a_mixture_arrive_as_they_were_sent(tmp_path):
         live.stop()
 
 
-@pytest.mark.parametrize("kind", ["data", "tensor"])
-def test_two_workers_take_a_push(kind):
-    flags = f"--dtype float32 --max-model-len 256 --{kind}-parallel-size 2"
-    flags += " --distributed-executor-backend mp" * (kind == "tensor")
-    live = start_server(make_tiny(), *flags.split(), VLLM_CPU_OMP_THREADS_BIND="0|1")
+@pytest.mark.parametrize("two", ["-dp 2", "-tp 2 --distributed-executor-backend mp"])
+def test_two_workers_take_a_push(two):
+    flags = f"--dtype float32 --max-model-len 256 {two}".split()
+    live = start_server(make_tiny(), *flags, VLLM_CPU_OMP_THREADS_BIND="0|1")
     try:
         live.wait(400)
         client = VLLMClient([live.url], live.token, timeout=60)

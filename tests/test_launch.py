@@ -56,8 +56,7 @@ def launch(folder: Path, gpus: int, *flags: str, visible=None, dies=False):
     finally:
         (ROOT / "runs" / f"{run}-server.log").unlink(missing_ok=True)
     files = [folder / f"{name}.json" for name in ("server", "trainer")]
-    seen = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
-    return done.returncode, done.stderr, *seen
+    return done.returncode, done.stderr, *(json.loads(f.read_text("utf-8")) if f.exists() else None for f in files)
 
 
 @pytest.mark.parametrize(

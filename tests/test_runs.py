@@ -33,15 +33,12 @@ def flags(tmp_path, server):
     return [*words.split(), "--output_dir", str(tmp_path), "--server_urls", server.url]
 
 
-def metrics(tmp_path, name: str) -> list[float]:
-    return [row[name] for row in read_metrics(tmp_path / "x") if name in row]
-
-
 def trains(tmp_path, server, *words: str) -> str:
     """What a run printed, in which server and trainer agreed at every step."""
     with running(trainer(tmp_path / "log", *words, VLLM_SERVER_TOKEN=server.token)) as process:
         assert process.end() == 0, process.text
-    apart = metrics(tmp_path, "sampling/logprob_diff_mean")
+    name = "sampling/logprob_diff_mean"
+    apart = [row[name] for row in read_metrics(tmp_path / "x") if name in row]
     assert len(apart) == 2 and max(apart) < 1e-3, (apart, process.text)
     assert server.token not in process.text
     return process.text
@@ -100,8 +97,7 @@ def test_vllms_own_key_guards_no_more_than_is_said(stock):
     for path in ("v1/completions", "inference/v1/generate"):
         assert requests.post(f"{stock.url}/{path}", json={}, timeout=20).status_code == 401
     for path in ("pause?mode=keep", "start_weight_update", "collective_rpc", "resume"):
-        rpc = {"method": "abort_weight_update"}
-        assert requests.post(f"{stock.url}/{path}", json=rpc, timeout=20).ok, path
+        assert requests.post(f"{stock.url}/{path}", json={"method": "abort_weight_update"}, timeout=20).ok, path
 
 
 def test_it_trains_beside_two_servers_and_both_sample(server, stock, flags, tmp_path):
