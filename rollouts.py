@@ -226,15 +226,6 @@ def group_sizes(rows: list[dict], cfg: TrainConfig) -> list[int]:
     return [group_size(row, cfg) for row in rows]
 
 
-def check_smallest(rows: list[dict], cfg: TrainConfig, check_algorithm: Callable) -> None:
-    """ConfigError if the advantage cannot work with the smallest group that a row asks for."""
-    if (size := min(group_sizes(rows, cfg), default=cfg.num_generations)) < cfg.num_generations:
-        try:
-            check_algorithm(replace(cfg, num_generations=size))
-        except ConfigError as error:
-            raise ConfigError(f"column num_generations of a row: {error}") from None
-
-
 def sampled_by(row: dict, cfg: TrainConfig) -> TrainConfig:
     """The config by which a row is sampled: its domain's, with its own number of completions while training."""
     own = cfg.of(row)

@@ -25,10 +25,10 @@ An environment is one object a trajectory, and a class like this:
 
 Every method may be plain or async and has --tool_timeout seconds, the constructor too; none of them holds up other
 trajectories. One that raises or is late costs its trajectory, which is left out and counted; above --max_failed of a
-step the run stops and shows the commonest cause. The seed is the row's column `seed`,
-or a number made of its prompt: the members of a group share it. The numbers of `info` are logged, their means over a
-trajectory's turns, as rewards/environment/NAME; `score()` is added to the last turn's reward. A turn that is cut by its
-length ends the trajectory without a step. `state()` lets --advantage gigpo compare turns that began alike. `close()` is
+step the run stops and shows the commonest cause. The seed is the row's column `seed`, which every row has that is
+loaded with --env: the members of a group share it. The numbers of `info` are logged, their means over a trajectory's
+turns, as rewards/environment/NAME; `score()` is added to the last turn's reward. A turn that is cut by its length ends
+the trajectory without a step. `state()` lets --advantage gigpo compare turns that began alike. `close()` is
 called at the end, however it ends; with `pooled = True` an instance is reset and played again instead. `tools` is what
 the model can call ({name: Tool}); most environments have none and read the text.
 
@@ -36,13 +36,12 @@ the model can call ({name: Tool}); most environments have none and read the text
 """
 
 import math
-import zlib
 from collections.abc import Callable
 
 from config import TrainConfig, shorten
 from envs.formats import instructions, outside_thinking, parser_of, read_calls
 from envs.tools import Tool, Toolbox, cut, tools_of
-from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts, without_sources
+from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts
 from inputs.prompts import clean, each_text, is_vision
 from inputs.trajectory import LARGEST, TrajectoryError
 from safety.calls import plain, run_limited, unread, warn_once
@@ -175,16 +174,10 @@ def name_of(environment) -> str:
     return type(getattr(environment, "inner", environment)).__name__
 
 
-def seed_of(row: dict, cfg: TrainConfig) -> int:
-    """The row's column `seed`, or a number made of its prompt: members of a group, and a resumed run, share it."""
-    if row.get("seed") is not None:
-        return row["seed"]
-    return cfg.seed ^ zlib.crc32(repr(without_sources(row["prompt"])).encode())  # an image shows as its address
-
-
 async def reset(environment, row: dict, cfg: TrainConfig, processor=None) -> list[dict]:
     """The environment's prompt as chat messages; it may be text."""
-    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed_of(row, cfg))
+    seed = cfg.seed if row.get("seed") is None else row["seed"]
+    messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed)
     return checked_messages(messages, f"{name_of(environment)}.reset()", processor)
 
 

@@ -24,7 +24,7 @@ from textarena.envs.Nim.env import NimEnv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_grpo
-from envs.base import Environment, seed_of
+from envs.base import Environment
 from envs.turns import play
 from hf_generator import HFGenerator
 
@@ -104,7 +104,7 @@ async def self_play(rows: list[dict], generator, cfg: train_grpo.TrainConfig) ->
                 table.turns[1 - number].set()
 
     async def game(players: list) -> list:
-        table = Table(seed_of(rows[0], cfg))
+        table = Table(rows[0]["seed"])
         played = await asyncio.gather(*(sit(table, number, player) for number, player in enumerate(players)))
         return [t for t, player in zip(played, players, strict=True) if t and player is generator]
 

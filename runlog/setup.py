@@ -40,7 +40,6 @@ def settled(
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
     cfg = rollouts.with_parser(cfg, processor)
     rows, held_out, reward_functions = rows_and_rewards(cfg, processor, format_row)
-    rollouts.check_smallest(rows, cfg, check_algorithm)  # rows may ask for fewer completions than --num_generations
     if cfg.max_steps is None:
         cfg = replace(cfg, max_steps=max(1, int(cfg.num_epochs * len(rows)) // cfg.prompts_per_step))
     return cfg, reward_functions, processor, rows, held_out

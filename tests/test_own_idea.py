@@ -290,8 +290,3 @@ def test_rows_say_how_many_completions_they_get():
     rows = [{"prompt": "a", "num_generations": 3}, {"prompt": "b", "num_generations": None}, {"prompt": "c"}]
     assert rollouts.group_sizes(rows, TrainConfig(num_generations=5)) == [3, 5, 5]
     assert rollouts.group_sizes([{"prompt": "d", "num_generations": 16.0}], TrainConfig()) == [16]
-    rollouts.check_smallest(rows, TrainConfig(), script.check_algorithm)
-    rows.append({"prompt": "d", "num_generations": 1})
-    with pytest.raises(ConfigError, match="column num_generations of a row: --num_generations=1: grpo compares"):
-        rollouts.check_smallest(rows, TrainConfig(), script.check_algorithm)
-    rollouts.check_smallest(rows, TrainConfig(advantage="reinforce_plus_plus"), script.check_algorithm)
