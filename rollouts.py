@@ -365,9 +365,3 @@ ROLLOUTS: dict[str, Callable] = {
 }
 single_turn.limits_itself = multi_turn.limits_itself = agent.limits_itself = True
 multi_turn.per_trajectory = agent.per_trajectory = True
-
-
-if __name__ == "__main__":
-    from envs.playing import main
-
-    main()

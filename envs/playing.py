@@ -1,4 +1,4 @@
-"""One environment, without model, server or torch: python rollouts.py --env NAME --policy random"""
+"""One environment, without model, server or torch: python -m envs.playing --env NAME --policy random"""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ def by_hand(environment) -> str:
     try:
         return input("\nyou: ")
     except EOFError:
-        raise SystemExit("\nrollouts.py: the input has ended, the game has not") from None
+        raise SystemExit("\nenvs.playing: the input has ended, the game has not") from None
 
 
 def show(messages: list[dict]) -> None:
@@ -82,7 +82,11 @@ def main() -> None:
             row = {"seed": cfg.seed + episode} | rows[episode % len(rows)]
             rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
     except ConfigError as error:
-        raise SystemExit(f"rollouts.py: error: {error}") from None
+        raise SystemExit(f"envs.playing: error: {error}") from None
     given = [reward for reward in rewards if reward is not None]
     mean = f"{statistics.fmean(given):.3f}" if given else "none"
     print(f"mean reward of {len(given) or len(rewards)} trajectories: {mean}")
+
+
+if __name__ == "__main__":
+    main()

@@ -168,8 +168,8 @@ def test_played_from_the_command_line(tmp_path):
         "    def look(self) -> str:\n        'Looks around.'\n        return 'a red door'\n",
         encoding="utf-8",
     )
-    command = [sys.executable, str(ROOT / "rollouts.py"), "--env", f"{tmp_path}/look.py:Look", "--policy", "hand"]
+    command = [sys.executable, "-m", "envs.playing", "--env", f"{tmp_path}/look.py:Look", "--policy", "hand"]
     said = '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nA door.\n'
-    done = subprocess.run(command, input=said, **run)
+    done = subprocess.run(command, input=said, cwd=ROOT, **run)
     assert done.returncode == 0 and "[tool] a red door" in done.stdout, done.stderr
     assert "mean reward of 1 trajectories: none" in done.stdout
