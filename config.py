@@ -801,9 +801,8 @@ def require(module: str, what: str, install: str | None = None) -> None:
         raise ConfigError(f"{what}: {package} is not installed; pip install {install or f'{known} {package}'}")
 
 
-def load_function(spec: str, also: type | tuple = ()):
-    """The function `path/to/file.py:function`, or a value of the type `also`. A file runs once, however many are taken
-    from it."""
+def load_function(spec: str):
+    """The function `path/to/file.py:function`. A file runs once, however many are taken from it."""
     path, name = function_path(spec)
     file = Path(path).expanduser().resolve()
     if not file.is_file():
@@ -823,7 +822,7 @@ def load_function(spec: str, also: type | tuple = ()):
                 require(error.name.partition(".")[0], spec)
             raise
     names = vars(sys.modules[module_name])
-    if name not in names or not (callable(names[name]) or isinstance(names[name], also)):
+    if name not in names:
         own = [n for n, value in names.items() if getattr(value, "__module__", None) == module_name and n[0] != "_"]
         raise ConfigError(f"{spec}: {path} has no {name!r}; it has {', '.join(own) or 'nothing'}.")
     return names[name]

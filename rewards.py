@@ -172,6 +172,10 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
         available = {*columns, *OWN_ARGUMENTS} - {"prompt"} | ({"environments"} if cfg.env else set())
         if fault := missing_arguments(function, available):
             raise ConfigError(f"--reward_funcs {name}: {fault}")
+    if any(getattr(function, "executes_code", False) for function in functions.values()):
+        from safety.sandbox import check_contained
+
+        check_contained(functions.values(), cfg)
     return functions
 
 

@@ -22,7 +22,7 @@ import numpy
 from config import ConfigError, TrainConfig, function_path, known_name, load_function, require, shorten, with_arguments
 from envs.base import Environment, ToolEnvironment, limited, name_of
 from envs.mcp import get_tools
-from envs.tools import Toolbox, from_function
+from envs.tools import Tool, from_function
 from inputs.parts import parts_of
 from safety.calls import run_limited, unread, warn_once
 from safety.sandbox import check_contained
@@ -188,19 +188,21 @@ class MethodsEnvironment(ToolEnvironment):
     score; None means that it does not apply. close(), if there is one, is called at the end.
     """
 
-    def __init__(self, inner, toolbox: Toolbox, cfg):
-        super().__init__(toolbox, cfg)
+    in_order = True  # calls change the object's state
+
+    def __init__(self, inner, given: dict[str, Tool], cfg):
+        super().__init__(given, cfg)
         self.inner = inner
         # Looked for on its class: properties of the object would be computed.
         names = [name for name, _ in inspect.getmembers(type(inner), inspect.isfunction) if name[0] != "_"]
         methods = (from_function(getattr(inner, name)) for name in names if name not in RESERVED)
         self.methods = {tool.name: tool for tool in methods}
-        if both := self.methods.keys() & toolbox.tools.keys():
+        if both := self.methods.keys() & given.keys():
             raise ConfigError(f"--env {cfg.env}: {type(inner).__name__} and --tools both have a tool {min(both)!r}.")
 
     def reset(self, row, seed):
         own = ("tools", "tools_kwargs")  # without --tools they are the environment's columns, whatever is in them
-        messages = super().reset(row if self.toolbox.tools else {k: v for k, v in row.items() if k not in own}, seed)
+        messages = super().reset(row if self.given else {k: v for k, v in row.items() if k not in own}, seed)
         self.offer(self.methods | self.tools)
         parameters = inspect.signature(self.inner.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -271,8 +273,8 @@ def get_environment(spec: str, cfg=None) -> Callable[[], Environment]:
     if cfg.reward_funcs == ["environment"] and not hasattr(cls, "get_reward"):
         raise ConfigError(f"--env {name}: {cls.__name__} has no get_reward(), so --reward_funcs has to give a reward.")
     check_contained([method for _, method in inspect.getmembers(cls, inspect.isfunction)], cfg)
-    shared = Toolbox(get_tools(cfg), cfg, in_order=True)
-    return lambda: MethodsEnvironment(factory(**arguments), shared, cfg)
+    given = get_tools(cfg)
+    return lambda: MethodsEnvironment(factory(**arguments), given, cfg)
 
 
 _MADE: dict[tuple, Callable] = {}  # tools keep their servers from step to step
@@ -291,7 +293,7 @@ def environment_maker(cfg) -> Callable[[], Environment]:
         if cfg.env:
             _MADE[key] = get_environment(cfg.env, cfg)
         else:
-            _MADE[key] = functools.partial(ToolEnvironment, Toolbox(get_tools(cfg), cfg), cfg)
+            _MADE[key] = functools.partial(ToolEnvironment, get_tools(cfg), cfg)
     return _MADE[key]
 
 

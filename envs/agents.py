@@ -20,7 +20,6 @@ import os
 import shlex
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +29,9 @@ import psutil
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
 from envs.base import limited, read_score
 from envs.recorder import Conversation, recorder
+from envs.tools import places
 from inputs.trajectory import Trajectory, TrajectoryError
 from safety.calls import plain
-
-_PLACES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by event loop: a step has its own
 
 
 @dataclass
@@ -71,8 +69,7 @@ def check_agent(cfg: TrainConfig) -> None:
 
 async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory:
     """One trajectory of the agent. TrajectoryError if it fails; what is wrong with the generator is raised as it is."""
-    places = _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(cfg.agent_concurrency))
-    async with places:
+    async with places(asyncio.get_running_loop(), "agents", cfg.agent_concurrency):
         conversation = Conversation(row, generator, cfg)
         key = recorder().open(conversation)
         endpoint = Endpoint(recorder().url, key, cfg.model_id, conversation.trajectory)

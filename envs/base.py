@@ -40,7 +40,7 @@ from collections.abc import Callable
 
 from config import TrainConfig, shorten
 from envs.formats import instructions, outside_thinking, parser_of, read_calls
-from envs.tools import Tool, Toolbox, cut, tools_of
+from envs.tools import Tool, cut, run_calls, tools_of
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts
 from inputs.prompts import clean, each_text, is_vision
 from inputs.trajectory import LARGEST, TrajectoryError
@@ -92,12 +92,13 @@ class ToolEnvironment(Environment):
     begun = ""  # what the prompt has begun the answer with: "<think>\n"
     schemas: list[dict] = []  # of the tools
     step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
+    in_order = False  # whether a turn's calls run one after another
 
-    def __init__(self, toolbox: Toolbox, cfg):
-        self.toolbox, self.parser = toolbox, parser_of(cfg)
+    def __init__(self, given: dict[str, Tool], cfg):
+        self.given, self.cfg, self.parser = given, cfg, parser_of(cfg)
 
     def reset(self, row, seed):
-        self.offer(tools_of(row, self.toolbox.tools))
+        self.offer(tools_of(row, self.given))
         return super().reset(row, seed)
 
     def offer(self, tools: dict[str, Tool]) -> None:
@@ -110,7 +111,7 @@ class ToolEnvironment(Environment):
         within = sum(str(call.arguments).count("</answer>") for call in calls)
         if not calls or outside_thinking(text).count("</answer>") > within:
             return [], 0.0, True, {"calls": []}
-        messages, events = await self.toolbox.run(calls, self.tools)
+        messages, events = await run_calls(calls, self.tools, self.cfg, self.in_order)
         read = [call.as_message() for call in calls if not call.error]
         return messages, 0.0, False, {"calls": events, "tool_calls": read}
 

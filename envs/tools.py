@@ -104,7 +104,7 @@ def named_tools(cfg) -> list[Tool]:
     for given in cfg.tools:
         if not function_path(given):
             known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
-        tool = load_function(given, also=object) if function_path(given) else TOOLS[given]
+        tool = load_function(given) if function_path(given) else TOOLS[given]
         if inspect.isclass(tool) or not (callable(tool) or isinstance(tool, Tool)):
             raise ConfigError(
                 f"--tools {given} is {shorten(tool)}; allowed are functions, functools.partial, objects with __call__ "
@@ -149,61 +149,58 @@ CALLS_PER_TURN = 16  # are run; the model is told about the others
 
 
 @functools.lru_cache(maxsize=8)
-def places(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+def places(loop: asyncio.AbstractEventLoop, what: str, most: int) -> asyncio.Semaphore:
     """Each training step has a loop of its own, and an evaluation beside it; a semaphore belongs to one loop."""
-    return asyncio.Semaphore(MOST_CALLS)
+    return asyncio.Semaphore(most)
 
 
-class Toolbox:
-    """Runs calls, each within its time; of one turn at most CALLS_PER_TURN, all at the same time, or in_order: those of
-    one object change its state."""
+async def run_calls(
+    calls: list[Call], tools: dict[str, Tool], cfg, in_order: bool = False
+) -> tuple[list[dict], list[dict]]:
+    """(a tool message a call, in the calls' order; what happened: name, seconds, failed; the name as it was written,
+    arguments, result). Each call has its time. All run at the same time, or in_order: those of one object change its
+    state."""
+    most, number = CALLS_PER_TURN, len(calls)
+    if number > most:
+        fault = f"this turn made {number} calls; only the first {most} were run"
+        calls = [*calls[:most], replace(calls[most], error=fault)]
+    if in_order:
+        events = [await run_call(call, tools, cfg) for call in calls]
+    else:
+        events = await asyncio.gather(*(run_call(call, tools, cfg) for call in calls))
+    return [{"role": "tool", "name": e["written"], "content": e["result"]} for e in events], events
 
-    def __init__(self, tools: dict[str, Tool], cfg, in_order: bool = False):
-        self.tools, self.cfg, self.in_order = tools, cfg, in_order
 
-    async def run(self, calls: list[Call], tools: dict[str, Tool]) -> tuple[list[dict], list[dict]]:
-        """(a tool message a call, in the calls' order; what happened: name, seconds, failed; the name as it was
-        written, arguments, result)"""
-        most, number = CALLS_PER_TURN, len(calls)
-        if number > most:
-            fault = f"this turn made {number} calls; only the first {most} were run"
-            calls = [*calls[:most], replace(calls[most], error=fault)]
-        if self.in_order:
-            events = [await self._one(call, tools) for call in calls]
-        else:
-            events = await asyncio.gather(*(self._one(call, tools) for call in calls))
-        return [{"role": "tool", "name": e["written"], "content": e["result"]} for e in events], events
+async def run_call(call: Call, tools: dict[str, Tool], cfg) -> dict:
+    start, tool = time.perf_counter(), tools.get(call.name)
+    content, failed = await answered(call, tools, cfg)
+    # Names that a model makes up must not become metrics without end.
+    name = call.name if tool else "unknown" if call.name else "unreadable"
+    written = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
+    event = {"name": name, "call": written, "seconds": time.perf_counter() - start, "failed": int(failed)}
+    return event | {"written": call.name, "arguments": call.arguments, "result": cut(content, cfg.max_tool_result)}
 
-    async def _one(self, call: Call, tools: dict[str, Tool]) -> dict:
-        start, tool = time.perf_counter(), tools.get(call.name)
-        content, failed = await self._answer(call, tools)
-        # Names that a model makes up must not become metrics without end.
-        name = call.name if tool else "unknown" if call.name else "unreadable"
-        written = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
-        event = {"name": name, "call": written, "seconds": time.perf_counter() - start, "failed": int(failed)}
-        result = cut(content, self.cfg.max_tool_result)
-        return event | {"written": call.name, "arguments": call.arguments, "result": result}
 
-    async def _answer(self, call: Call, tools: dict[str, Tool]) -> tuple[object, bool]:
-        """(what the tool answers, or the error's text; whether it failed)"""
-        if call.error:
-            return f"Error: {call.error}", True
-        if call.name not in tools:
-            return f"Error: there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True
-        tool = tools[call.name]
-        try:
-            arguments = tool.check(call.arguments)
-        except ValueError as error:  # pydantic's lists what is wrong
-            faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in getattr(error, "errors", list)()]
-            return f"Error: {call.name}: {'; '.join(faults) or error}", True
-        seconds = tool.timeout or self.cfg.tool_timeout
-        async with places(asyncio.get_running_loop()):
-            outcome = await run_limited(tool.call, arguments, seconds, as_content)
-        if outcome is None:
-            warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")
-            return f"Error: {call.name} gave no answer within {seconds:g} s", True
-        content, error = outcome
-        return (content, False) if error is None else (clean(f"Error: {type(error).__name__}: {error}"), True)
+async def answered(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, bool]:
+    """(what the tool answers, or the error's text; whether it failed)"""
+    if call.error:
+        return f"Error: {call.error}", True
+    if call.name not in tools:
+        return f"Error: there is no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True
+    tool = tools[call.name]
+    try:
+        arguments = tool.check(call.arguments)
+    except ValueError as error:  # pydantic's lists what is wrong
+        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in getattr(error, "errors", list)()]
+        return f"Error: {call.name}: {'; '.join(faults) or error}", True
+    seconds = tool.timeout or cfg.tool_timeout
+    async with places(asyncio.get_running_loop(), "tools", MOST_CALLS):
+        outcome = await run_limited(tool.call, arguments, seconds, as_content)
+    if outcome is None:
+        warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")
+        return f"Error: {call.name} gave no answer within {seconds:g} s", True
+    content, error = outcome
+    return (content, False) if error is None else (clean(f"Error: {type(error).__name__}: {error}"), True)
 
 
 def as_content(result):

@@ -72,7 +72,7 @@ def sampling_options(cfg: TrainConfig) -> dict:
 
 
 def calls_in(info: dict) -> list[dict]:
-    """The calls of tools that a turn's info lists (Toolbox.run): an environment without tools may have anything else of
+    """The calls of tools that a turn's info lists (`run_calls`): an environment without tools may have anything else of
     that name."""
     calls = info.get("calls")
     listed = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []

@@ -32,6 +32,7 @@ End your reply with a line "Score: N", N a number from 0 to 10, and nothing afte
 SCORE = re.compile(r'(?:[*_# ]*score|.*"score")[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ .}]*', re.IGNORECASE)
 
 MAX_TOKENS = 4000  # most tokens of its answer, its thinking included
+UNSCORED = {"reward": None, "attempts": 1, "unread": 0, "unanswered": 0}
 THREADS = ThreadPoolExecutor(256, "judge")  # a thread a question under way
 
 
@@ -49,7 +50,9 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
     calls = [THREADS.submit(verdict, question, cfg, deadline) for question in questions]
     wait(calls, max(end - time.monotonic(), 0))
     late = f"{http.origin(cfg.judge_url)} gave no answer in time"  # asked again and again, as a busy server wants it
-    verdicts = [call.result() if call.done() else unscored(1, late, unanswered=1) for call in calls]
+    verdicts = [
+        call.result() if call.done() else (UNSCORED | {"unanswered": 1}, f"(not counted: {late})") for call in calls
+    ]
     if log_extra is not None:
         log_extra("judge", [said for _, said in verdicts])
     return [parts for parts, _ in verdicts]
@@ -72,11 +75,6 @@ def token_for(url: str, cfg) -> str:
     return secrets.read("JUDGE_TOKEN") or (secrets.read("VLLM_SERVER_TOKEN", cfg.server_token) if is_own else "")
 
 
-def unscored(attempts: int, fault: str, text: str = "", **counted) -> tuple[dict, str]:
-    counts = {"reward": None, "attempts": attempts, "unread": 0, "unanswered": 0} | counted
-    return counts, f"(not counted: {fault}) {text}".strip()
-
-
 def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
     """(what the reward function returns for a completion, the judge's answer with what is wrong with it)."""
     for attempt in (1, 2):
@@ -84,15 +82,12 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
             text, ending = answer_of(question + REMINDER * (attempt - 1), cfg, deadline)
         except http.NoAnswer as error:
             warn_once(f"no score from the judge: {error}", kind="no score from the judge")
-            return unscored(attempt, str(error), unanswered=1)
-        whole = ending in ("stop", None)
-        if whole and (score := read_score(text)) is not None:
-            return {"reward": score / 10, "attempts": attempt, "unread": 0, "unanswered": 0}, text
-    fault = "it does not end with a line `Score: N`, N from 0 to 10"
-    if not whole:
-        fault = f"it did not end by itself within {MAX_TOKENS} tokens: finish_reason {ending!r:.50}"
-    warn_once(f"the judge at {http.origin(cfg.judge_url)} gave an answer that does not count: {fault}", kind=fault)
-    return unscored(attempt, fault, text, unread=1)
+            return UNSCORED | {"attempts": attempt, "unanswered": 1}, f"(not counted: {error})"
+        if ending in ("stop", None) and (score := read_score(text)) is not None:
+            return UNSCORED | {"reward": score / 10, "attempts": attempt}, text
+    fault = f"it does not end with `Score: N`, N from 0 to 10, within {MAX_TOKENS} tokens: finish_reason {ending!r:.50}"
+    warn_once(f"the judge at {http.origin(cfg.judge_url)} gave an answer that does not count: {fault}", kind="unread")
+    return UNSCORED | {"attempts": attempt, "unread": 1}, f"(not counted: {fault}) {text}"
 
 
 def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:

@@ -112,9 +112,10 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
 
 async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
     """What a tool answers to one call, in the environment of the row."""
-    from envs import adapters
+    from envs import ToolEnvironment, adapters
     from envs.base import reset
     from envs.formats import Call
+    from envs.tools import run_calls
 
     name, _, arguments = call.partition(" ")
     try:
@@ -125,9 +126,9 @@ async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
     environment = await adapters.take_environment(adapters.environment_maker(own), row, own)
     try:
         await reset(environment, row, own, processor)
-        if not hasattr(environment, "toolbox"):
+        if not isinstance(environment, ToolEnvironment):
             raise ConfigError(f"--call: this run has no tools; --tools and --mcp_config name some (--env {own.env})")
-        messages, events = await environment.toolbox.run([wanted], environment.tools)
+        messages, events = await run_calls([wanted], environment.tools, own)
     finally:
         await adapters.put_away(environment, False, own)
     return {"call": call, "answer": messages[0]["content"], "failed": events[0]["failed"]}

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from config import ConfigError, TrainConfig
 from envs import mcp
 from envs.adapters import environment_maker
 from envs.mcp import get_tools
-from envs.tools import Call, Toolbox
+from envs.tools import Call, run_calls
 from safety import secrets
 from safety.calls import run_limited
 
@@ -83,10 +84,10 @@ def write(tmp_path, **servers) -> Path:
     return path
 
 
-def make(path, tool_timeout: float = START, **settings) -> Toolbox:
+def make(path, tool_timeout: float = START, **settings) -> SimpleNamespace:
     """tool_timeout: of calls; long, as other tests may run beside this one, except where a test waits for its end."""
     cfg = TrainConfig(mcp_config=str(path), max_tool_result=1000, tool_timeout=tool_timeout, **settings)
-    return Toolbox(get_tools(replace(cfg, tool_timeout=START)), cfg)
+    return SimpleNamespace(tools=get_tools(replace(cfg, tool_timeout=START)), cfg=cfg)
 
 
 def wait_for(port: int) -> None:
@@ -99,8 +100,8 @@ def wait_for(port: int) -> None:
     raise TimeoutError(port)
 
 
-def run(box: Toolbox, *calls) -> list:
-    messages, events = asyncio.run(box.run([Call(name, arguments) for name, arguments in calls], box.tools))
+def run(box: SimpleNamespace, *calls) -> list:
+    messages, events = asyncio.run(run_calls([Call(name, arguments) for name, arguments in calls], box.tools, box.cfg))
     return [(message["content"], event["failed"]) for message, event in zip(messages, events, strict=True)]
 
 

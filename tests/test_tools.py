@@ -15,7 +15,7 @@ from config import ConfigError
 from envs import tools
 from envs.formats import Call, read_calls
 from envs.mcp import get_tools
-from envs.tools import Tool, Toolbox, from_function
+from envs.tools import Tool, from_function, run_calls
 from envs.turns import play
 from inputs.prompts import shown_by
 from rollouts import with_parser
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.quick
 
 
 def run_tools(cfg, calls, *tools):
-    toolbox = Toolbox({tool.name: tool for tool in tools}, cfg)
-    return asyncio.run(toolbox.run(calls, toolbox.tools))
+    return asyncio.run(run_calls(calls, {tool.name: tool for tool in tools}, cfg))
 
 
 def object_of(**properties) -> dict:

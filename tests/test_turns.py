@@ -14,7 +14,7 @@ import rewards
 from config import ConfigError, TrainConfig
 from data import load_data
 from envs import Environment, ToolEnvironment
-from envs.tools import Tool, Toolbox, from_function
+from envs.tools import Tool, from_function
 from envs.turns import play
 from inputs.prompts import render
 from inputs.trajectory import Completion
@@ -79,7 +79,7 @@ TURNS = [f"Let me see. {CALL}", CALL + CALL, "It is 5."]
 
 def tool_environment(cfg, *functions) -> ToolEnvironment:
     tools = [f if isinstance(f, Tool) else from_function(f) for f in functions or (add,)]
-    return ToolEnvironment(Toolbox({tool.name: tool for tool in tools}, cfg), cfg)
+    return ToolEnvironment({tool.name: tool for tool in tools}, cfg)
 
 
 @pytest.mark.parametrize("template", ENDS)
