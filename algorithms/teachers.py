@@ -32,7 +32,6 @@ from inputs.trajectory import Trajectory, TrajectoryError
 from inputs.vision import Prompt, vision_prompt
 from safety import secrets
 from safety.calls import run_limited, say_once, unread
-from safety.http import origin
 from serving.teacher import TeacherError, TeacherServers
 
 
@@ -49,10 +48,6 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         remedy = "serve it (--teacher_urls), or train on a teacher's answers (supervised) first"
         check_reads_alike(tokenizer, cfg, "--teacher_id", remedy)
     if cfg.teacher_urls:
-        if own_server(cfg) and cfg.use_peft and cfg.push_lora != "folded":
-            raise ConfigError(
-                "--teacher_urls is the policy's own server, and adapters do not teach: give --teacher_prompt alone."
-            )
         window = cfg.max_prompt_length + cfg.max_completion_length
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         say_once(f"waiting up to {cfg.server_timeout:g} s for the teacher at {', '.join(cfg.teacher_urls)}")
@@ -71,17 +66,8 @@ def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> N
         raise ConfigError(f"{flag}={name}, a {kind}, reads other text or images than the policy{first}; {instead}.")
 
 
-def own_server(cfg: TrainConfig) -> bool:
-    """Whether a teacher is asked at one of the policy's own servers, whose weights follow the policy."""
-    ours = map(origin, cfg.server_urls) if cfg.generator == "vllm" else ()
-    return bool({*map(origin, cfg.teacher_urls)} & {*ours})
-
-
 def servers(cfg: TrainConfig) -> TeacherServers:
-    token = secrets.read("TEACHER_TOKEN")
-    if own_server(cfg):  # its token is for no other server
-        token = token or secrets.read("VLLM_SERVER_TOKEN", cfg.server_token)
-    return _servers(tuple(cfg.teacher_urls), token, cfg.request_timeout)
+    return _servers(tuple(cfg.teacher_urls), secrets.read("TEACHER_TOKEN"), cfg.request_timeout)
 
 
 @functools.cache

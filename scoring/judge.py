@@ -1,7 +1,6 @@
 """A model as judge: `--reward_funcs judge --judge_url http://host:8000/v1 --judge_model NAME`.
 
-Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there is one; the policy's own server, where
---judge_url has the address of one of --server_urls, its own token. That one goes nowhere else.
+Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there is one.
 
 A judge's answer ends by itself, and its last line is `Score: N`, or JSON that ends with `"score": N}`; N from 0 to 10.
 What does not fit is asked for once more. After that, and where the server gives no answer within the reward's time
@@ -69,12 +68,6 @@ def fill_in(template: str, row: dict) -> str:
         raise ValueError(f"the judge's template: {error} is none of its columns, {', '.join(row)}.") from None
 
 
-def token_for(url: str, cfg) -> str:
-    """The token to send to a judge at `url`: its own, or the policy's where that server is the judge."""
-    is_own = cfg.generator == "vllm" and http.origin(url) in map(http.origin, cfg.server_urls)
-    return secrets.read("JUDGE_TOKEN") or (secrets.read("VLLM_SERVER_TOKEN", cfg.server_token) if is_own else "")
-
-
 def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
     """(what the reward function returns for a completion, the judge's answer with what is wrong with it)."""
     for attempt in (1, 2):
@@ -94,7 +87,7 @@ def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
     """(text, finish_reason). NoAnswer where there is none."""
     body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
     url, left = http.route(cfg.judge_url, "/chat/completions"), max(deadline - time.monotonic(), 0)
-    found = http.ask("POST", url, left, body, token_for(cfg.judge_url, cfg))
+    found = http.ask("POST", url, left, body, secrets.read("JUDGE_TOKEN"))
     try:
         choice = found["choices"][0]
         return choice["message"]["content"] or "", choice.get("finish_reason")
