@@ -301,9 +301,8 @@ class Sampled(NamedTuple):
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
 # To write one, copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=..., ...), and
-# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine. Several turns are eight lines as an
-# environment (--env, docs/environments.md); in a rollout, continued(prompt, ids) and observed(prompt, messages, ...)
-# of inputs/vision.py make the next prompt.
+# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine. One of two turns is in docs/ideas.md; as an
+# environment (--env, docs/environments.md) it is eight lines.
 
 
 class Collector:

@@ -68,7 +68,7 @@ IDEAS = [
     ("A term over pairs", "--tokens_per_microbatch 60", "grad_norm"),
     ("A setting that changes", "--max_completion_length 6 --loss_agg constant", "completions/max_length"),
     ("A branch from a prefix", "--rollout endings --num_generations 4", "completions/mean_length"),
-    ("Two adapters", "--use_peft --learning_rate 1e-4", "lr"),
+    ("A question asked again", "--rollout sure --max_completion_length 48", "completions/mean_length"),
 ]
 
 
