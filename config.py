@@ -389,7 +389,7 @@ POSITIVE += "top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target ref_sync_st
 POSITIVE += "critic_learning_rate critic_iterations value_clip"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds "
 NOT_NEGATIVE += "print_samples_every min_completion_length distill_coef distill_topk router_aux_coef "
-NOT_NEGATIVE += "dppo_tau"
+NOT_NEGATIVE += "dppo_tau max_staleness"
 FRACTIONS = "epsilon gamma lam top_p adam_beta2 ref_sync_alpha top_entropy_quantile clip_cov_ratio "
 FRACTIONS += "kl_cov_ratio max_failed distill_jsd"
 

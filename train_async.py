@@ -54,8 +54,6 @@ from train_grpo import Collector, Run, collect, draw, sample_rows, settings_at
 
 def check(cfg: TrainConfig) -> None:
     """ConfigError for settings that cannot overlap, before anything is loaded."""
-    if cfg.max_staleness < 0:
-        raise ConfigError(f"--max_staleness={cfg.max_staleness}: give 0 (no overlap), 1 or a few.")
     if cfg.max_staleness and cfg.generator == "hf":
         raise ConfigError(
             f"--max_staleness={cfg.max_staleness} --generator hf: the trainer's own process samples, so nothing can "
@@ -91,13 +89,8 @@ class Group:
 class Ahead(Collector):
     """Keeps groups under way, on an event loop in the background."""
 
-    check = staticmethod(check)
-
     def __init__(self, run: Run, cfg: TrainConfig):
         super().__init__(run, cfg)
-        self.ahead = bool(cfg.max_staleness) and not cfg.eval_only
-        if not self.ahead:
-            return
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
         self.share = run.sampler.share
@@ -143,17 +136,13 @@ class Ahead(Collector):
         self.run.memory["train_async"]["trained"] = self.trained
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        if self.ahead:
-            if settings_at(version, cfg).temperature != settings_at(version + cfg.max_staleness, cfg).temperature:
-                raise ConfigError("settings_at: a temperature that changes by step wants --max_staleness 0.")
-            self.fill(version, cfg)
+        if settings_at(version, cfg).temperature != settings_at(version + cfg.max_staleness, cfg).temperature:
+            raise ConfigError("settings_at: a temperature that changes by step wants --max_staleness 0.")
+        self.fill(version, cfg)
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
         """The first groups that have ended, once there are enough; an error in any that is under way is raised at
         once."""
-        if not self.ahead:
-            trajectories, metrics = super().take(step, version, cfg)
-            return trajectories, metrics | staleness(trajectories, step)
         ready = [group for group in self.groups if group.future.done()]
         before = {"async/groups_under_way": len(self.groups) - len(ready), "async/groups_ready": len(ready)}
         start, late = time.perf_counter(), [g for g in self.groups if g.born < step - cfg.max_staleness]
@@ -194,8 +183,6 @@ class Ahead(Collector):
 
     def close(self) -> None:
         """End what is under way, which nobody will train on."""
-        if not self.ahead:
-            return
 
         async def end() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -221,5 +208,13 @@ def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
     return {"staleness/mean": mean, "staleness/max": max(tokens, default=0)} | shares
 
 
+def make_collector(run: Run, cfg: TrainConfig) -> Collector:
+    """With nothing to overlap train_grpo.py's own."""
+    return (Ahead if cfg.max_staleness and not cfg.eval_only else Collector)(run, cfg)
+
+
+make_collector.check = check
+
+
 if __name__ == "__main__":
-    train_grpo.main(CONFIG, make_collector=Ahead)
+    train_grpo.main(CONFIG, make_collector=make_collector)

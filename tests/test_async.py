@@ -40,7 +40,6 @@ def test_without_overlap_it_is_train_grpo(tmp_path):
     "flags, message",
     [
         (dict(max_staleness=1, generator="hf"), "nothing can overlap"),
-        (dict(max_staleness=-1), "give 0"),
         (dict(max_staleness=0, colocate=True), "--colocate"),
         (dict(max_staleness=1, push_steps=4), "--max_staleness 3 or more"),
         (dict(max_staleness=1, in_flight=4), "from --prompts_per_step=32"),
