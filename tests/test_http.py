@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from config import ConfigError, TrainConfig, addresses, public_config
+from config import TrainConfig, load_config, public_config
 from safety import http, secrets
 
 pytestmark = pytest.mark.quick
@@ -123,10 +123,12 @@ def test_certificates_are_checked_by_requests_ca_bundle(server, tmp_path, monkey
 def test_addresses():
     assert http.route("https://host/v1/?key=x", "/models") == "https://host/v1/models?key=x"
     assert http.origin("HTTP://Host/v1") == "http://host:80" == http.origin("http://host:80")
-    assert addresses(["http://a:1/", "https://[::1]:2"], "--server_urls") == ["http://a:1", "https://[::1]:2"]
-    for wrong in (["localhost:8000"], ["http://a:port"], ["http://"]):
-        with pytest.raises(ConfigError, match="--server_urls"):
-            addresses(wrong, "--server_urls")
+    given = load_config(TrainConfig, ["--server_urls", "http://a:1/", "https://[::1]:2"])
+    assert given.server_urls == ["http://a:1", "https://[::1]:2"]
+    for wrong in ("localhost:8000", "http://a:port", "http://"):
+        for flag in ("--server_urls", "--teacher_urls"):
+            with pytest.raises(ValueError):
+                load_config(TrainConfig, [flag, wrong])
 
 
 def test_a_secret_is_taken_out_of_the_environment_and_hidden(monkeypatch, tmp_path):
