@@ -33,8 +33,8 @@ def math_equal(completions, answer, **columns) -> list[float | dict | None]:
     """1 if math-verify finds the answer's value in the completion; None where it cannot read the answer itself.
 
     The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Where it is a whole number, an equal sum that
-    was not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time limit
-    of its own (safety/processes.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
+    was not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time
+    limit of its own (safety/processes.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
     """
     requests: list = []
     for completion, wanted in zip(completions, answer, strict=True):
