@@ -432,7 +432,7 @@ def load_data(cfg, format_row: Callable[[dict], dict] | None, whole=None) -> tup
     config."""
     found = {"train": [], "eval": []}
     if "eval" in sources(cfg) and not cfg.eval_dataset_id and names_file(cfg.dataset_id):
-        without = ", or give this domain `eval_split: none`" * bool(cfg.domain)
+        without = ", or give this domain `eval_split: none`" if cfg.domain else ", or take --eval_steps none"
         name = f"name the held-out rows' file with {'' if cfg.domain else '--'}eval_dataset_id"
         raise ConfigError(f"{cfg.dataset_id} has no splits: {name}{without}.")
     for use, (dataset_id, config, split, own_prompts) in sources(cfg).items():

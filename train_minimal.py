@@ -145,7 +145,7 @@ async def sample(
             )
             for c in await generator.generate(prompt, **how)
         ]
-        # Fills in info: "reward", their sum, and "unrewarded", 1 if all functions gave None. Others are still sampled.
+        # Fills in info: "reward", their sum, and "unrewarded", 1 if all functions gave None. Other rows are sampled on.
         await score(trajectories, reward_functions, cfg)
         if any(t.info["unrewarded"] for t in trajectories):
             raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
@@ -201,8 +201,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor],
 
     part: some completions of the batch: input_ids, attention_mask, loss_mask, sampling_logprobs, advantages (a
     completion's at each of its tokens), and what you put into `batch`. A loss of yours takes no mean over completions,
-    which would depend on how the batch is cut; one over a completion's tokens is fine. It is finite at prompts and
-    padding, too, and so is its gradient: there they are multiplied by 0."""
+    which would depend on how the batch is cut; one over a completion's tokens is fine. It must be finite at
+    prompts and padding, too, with its gradient: there they are multiplied by 0."""
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -306,7 +306,7 @@ def train(cfg: Settings) -> None:
     reward_functions = get_reward_functions(cfg)
     train_split, test_split = load_data(cfg, format_row=None)  # None: rows as they are in the data set
     rows, held_out = fitting(train_split, tokenizer, cfg), fitting(test_split, tokenizer, cfg)
-    check_step_size(len(rows), cfg.prompts_per_step, world)  # enough rows, and equally many prompts on every rank
+    check_step_size(len(rows), cfg.prompts_per_step, world)  # that ranks divide a step's prompts has been checked
     # transformers' from_pretrained, without dropout; an error if weights are missing.
     bare = load_hf_model(cfg, torch.float32).to(device)
     model = DistributedDataParallel(bare) if world > 1 else bare
