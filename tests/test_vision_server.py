@@ -80,9 +80,10 @@ def test_a_server_that_sees_another_picture_ends_the_run(run, monkeypatch):
 
 
 @pytest.mark.parametrize("prompt", ["the same", "another"])
-def test_pictures_travel_to_a_teacher(run, server, prompt):
+def test_pictures_travel_to_a_teacher(run, server, prompt, monkeypatch):
     """The policy's own server as its teacher: behind the same prompt it says what it said when it sampled."""
     _, cfg, client = run
+    monkeypatch.setenv("TEACHER_TOKEN", server.token)
     own = dict(teacher_urls=[server.url], distill_topk=4, max_failed=0.0)
     cfg = replace(cfg, **own, teacher_prompt="hint" if prompt == "another" else None)
     rows = [row | {"hint": [{"role": "user", "content": "Another one."}]} for row in picture_rows()]
