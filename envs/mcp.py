@@ -49,9 +49,6 @@ def connect(path: str, seconds: float) -> list[Tool]:
     """
     require("mcp", f"--mcp_config={path}")
     servers, loop = read_servers(path, seconds), shared_loop()
-    if close_all not in AT_END:
-        AT_END.append(close_all)
-        atexit.register(close_all)  # of programs that do not end by AT_END
     tools, listings = [], [asyncio.run_coroutine_threadsafe(server.list_tools(), loop) for server in servers]
     try:
         for server, listing in zip(servers, listings, strict=True):
@@ -137,13 +134,15 @@ class Server:
     async def client(self):
         """The SDK's client, after the server has started; RuntimeError if it does not."""
         loop = asyncio.get_running_loop()
-        if (
-            self.life is None or self.life.done() or self.life.get_loop() is not loop
-        ):  # one that was blocked is given up
+        # The loop of async tools is another one after something has blocked it.
+        if self.life is None or self.life.done() or self.life.get_loop() is not loop:
             self.ready = loop.create_future()
             self.ready.add_done_callback(asyncio.Future.exception)  # no word of asyncio's if nobody asks any more
             self.life = loop.create_task(self.live(self.ready))
             _live.add(self)
+            if close_all not in AT_END:
+                AT_END.append(close_all)
+                atexit.register(close_all)  # of programs that do not end by AT_END
         return await asyncio.shield(self.ready)
 
     async def live(self, ready: asyncio.Future) -> None:
