@@ -61,6 +61,7 @@ class Batch:
     routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: inputs/router_replay.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
+    weights: Tensor | None = None  # [B, T] what each token counts for in the loss of the update (`token_weights`)
     versions: Tensor | None = None  # [B, T] of the weights that sampled each token: steps done before
     step: int = 0  # of the run, from 0
     stand_in: bool = False  # this rank has no rows here; the one it has, for the collectives, counts for nothing
@@ -242,6 +243,12 @@ def start_record(batch: Batch) -> None:
     unknown = (torch.full_like(batch.loss_mask, float("nan")) for _ in range(2))
     batch.record = TokenRecord(*unknown, weight=torch.zeros_like(batch.loss_mask))
     batch.places = torch.arange(len(batch), device=batch.input_ids.device)
+
+
+def scale_record(record: TokenRecord, num_tokens: float) -> None:
+    """Before an update: a token's weight is -d loss / d logprob x num_tokens, its advantage under token_mean and a
+    ratio of 1. Gradients are those of the loss times the number of ranks."""
+    record.scale = -num_tokens / utils.world_size()
 
 
 def record(batch: Batch, where: tuple[Tensor, Tensor], logprobs: Tensor, entropy: Tensor) -> None:

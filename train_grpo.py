@@ -15,10 +15,11 @@ A training step, and where to find it:
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 6, 7
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step. For an
-idea you need not read all of it: an advantage is section 5; a loss section 6, the comment before it and `micro_loss` in
-7, which calls it; a rollout section 3; an optimizer `make_optimizer`. docs/ideas.md has some that work. A feature goes
-with the lines that call its room, and its import: `teachers.`, `colocate.`, `gpu.`, `agreement.`, `router_replay.`
+Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step. Read
+train_minimal.py before: the same in a third of the lines. For an idea you need not read all of this file: an advantage
+is section 5; a loss section 6, the comment before it and `micro_loss` in 7, which calls it; a rollout the beginning of
+3; an optimizer `make_optimizer`. docs/ideas.md has some that work. To take a feature out delete its import and each
+line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; two follow a line that then holds.
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -93,7 +94,7 @@ from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
 from algorithms.silent import Outputs
 from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats, clipped_surrogate, collate, differ
 from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
-from batch import sequence_ratio, split_restarts, spread, start_record
+from batch import scale_record, sequence_ratio, split_restarts, spread, start_record
 from batch import by_turn, normalize, returns_to_go, turn_returns, whiten  # noqa: F401 - for advantages of your own
 from inputs import agreement
 from inputs import parameters, vision
@@ -269,7 +270,7 @@ class PromptSampler:
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
         self.rank, self.share, self.rows = rank, prompts_per_step // world_size, ()  # the data rows, set at start
         self.memory = {} if memory is None else memory
-        self.order = data.Order([num_rows], [1], prompts_per_step, seed)
+        self.order = data.Order([num_rows], [1], prompts_per_step, seed)  # of one data set; `start` sets that of all
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
@@ -376,7 +377,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
 
     versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
-    cfg = rollouts.sampled_by(row, cfg)  # the settings of the row's domain, with the row's own num_generations
+    cfg = rollouts.sampled_by(row, cfg)  # the settings of the row's domain; in training its own num_generations
     functions, sampled_at = own_functions(reward_functions, cfg), [time.perf_counter()]
 
     async def sample_and_score(call_cfg: TrainConfig) -> list[Trajectory]:
@@ -401,7 +402,8 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     """Whether there is anything to learn from a group: its scores (sums of weighted rewards) differ, and their mean
-    lies in the window. Where a teacher is all that counts there is."""
+    lies in the window. Where a teacher is all that counts there is. Edit me, if an advantage of yours can learn from
+    batch.reward_components where scores are equal."""
     if cfg.has_teacher and not rewards_count(cfg):
         return any("failure" not in t.info for t in group)
     known = known_scores(group)
@@ -602,7 +604,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 
 # An advantage or a policy loss is a plain function. What the loop has to know of it, it says as attributes:
 #
-#     mine.needs = ("entropy",)      fields of Batch computed beforehand, without gradient: old_logprobs, ref_logprobs,
+#     mine.needs = ("entropy",)      fields of Batch computed beforehand, without gradient: old_logprobs (a loss has
+#                                    them in any case; with this they are computed, not its own), ref_logprobs,
 #                                    entropy, sum_pi_squared, baselines (score of a greedy completion),
 #                                    teacher_logprobs, teacher_top (a teacher's likeliest tokens: --distill_topk),
 #                                    current_logprobs (before this very update; for losses and own_term). The first
@@ -686,15 +689,14 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
     """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
     Counts are of the *whole* optimizer update over all ranks, so that the gradient cannot depend on how the update is
-    cut. num_tokens: loss tokens ("prompt_mean": those of the row's prompt, [B, 1]; "seq_mean": [B, 1], those of the
-    row's completion, if that is several rows); num_sequences: completions with a loss token ("constant": all
-    completions, "prompt_mean": prompts); max_tokens: the constant of Dr. GRPO, the longest completion allowed.
+    cut. num_tokens: loss tokens ("prompt_mean": [B, 1], those of the row's prompt); num_sequences: completions with a
+    loss token ("constant": all completions, "prompt_mean": prompts); max_tokens: the constant of Dr. GRPO, the longest
+    completion allowed.
     """
     if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
         return loss_mask / max(num_tokens, 1)
     if mode == "seq_mean":  # every completion alike (GRPO, 2402.03300 eq. 3)
-        of_row = num_tokens if isinstance(num_tokens, Tensor) and num_tokens.ndim else loss_mask.sum(1, keepdim=True)
-        return loss_mask / of_row.clamp(min=1) / max(num_sequences, 1)
+        return loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)
     if mode == "seq_sum":
         return loss_mask / max(num_sequences, 1)
     if mode == "prompt_mean":  # every prompt alike, in it every token; num_tokens [B, 1]: those of the row's prompt
@@ -704,21 +706,12 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
     raise ValueError(f"loss_agg {mode!r}: known are token_mean, seq_mean, seq_sum, prompt_mean, constant")
 
 
-def weights_of(part: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of a micro-batch.  [B, T]"""
-    if "_tokens_of_unit" in part.extras:  # of which it may hold only a part
-        counts = counts | {"num_tokens": part.extras["_tokens_of_unit"][:, None]}
-    return token_weights(part.loss_mask, cfg.loss_agg, **counts)
-
-
-def tokens_of_unit(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
-    """For `weights_of`, before an update is cut: loss tokens of each row's prompt, or completion, whichever --loss_agg
-    takes the mean over.  [B]"""
-    tokens = batch.loss_mask.sum(1)  # [B]
+def weights_of_update(batch: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
+    """`token_weights` of an update's rows, before prompts and completions are cut apart.  [B, T]"""
     if cfg.loss_agg == "prompt_mean":
         _, size = group_index(batch.groups)  # [B] completions of the row's prompt
-        tokens = group_mean(tokens, batch.groups) * size
-    return {"_tokens_of_unit": tokens} if cfg.loss_agg in ("prompt_mean", "seq_mean") else {}
+        counts = counts | {"num_tokens": (group_mean(batch.loss_mask.sum(1), batch.groups) * size)[:, None]}
+    return token_weights(batch.loss_mask, cfg.loss_agg, **counts)
 
 
 # ==== 7 update =======================================================================================================
@@ -768,26 +761,26 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     loss_of = loss_of or micro_loss
     batch = prepared_for_update(policy, batch, cfg)
     counts = global_counts(batch, cfg)
+    batch.weights = weights_of_update(batch, cfg, counts)  # [B, T]; cut as the rest of the batch is
     if batch.record is not None:
-        # A token's weight is -d loss / d logprob x num_tokens: its advantage under token_mean and a ratio of 1. The
-        # gradients below are this loss's times the number of ranks.
-        batch.record.scale = -counts["num_tokens"] / utils.world_size()
+        scale_record(batch.record, counts["num_tokens"])
     batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
-    row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()  # [B] of bool
+    # [B] of bool. A critic learns from every row, and has no advantages yet.
+    row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
-    silent = True  # until a pass has a gradient on any rank
+    no_gradient_yet = True  # on any rank: so long a pass may do without the model's backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
-            part.loss_mask = torch.zeros_like(part.loss_mask)
+            part.loss_mask = part.weights = torch.zeros_like(part.loss_mask)
         with parameters.exchanging(policy, last):
             outputs = Outputs(policy)  # calls it for the loss
             with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
                 loss, stats = loss_of(outputs, part, cfg, counts)
-            # loss.backward(), which may end early. DDP and FSDP average gradients over ranks, and a sum is wanted; DDP
-            # does so in the last backward pass, which each rank has to make.
-            silent = outputs.backward(loss * utils.world_size(), silent and not last)
+            # As loss.backward(), but for that. DDP and FSDP average gradients over ranks, and a sum is wanted; DDP does
+            # so in the last backward pass, which every rank has to make.
+            no_gradient_yet = outputs.backward(loss * utils.world_size(), may_end_early=no_gradient_yet and not last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -795,7 +788,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
 
 def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
     """The batch with what has to be known of all of an update's rows before they are cut."""
-    batch = replace(batch, extras=batch.extras | tokens_of_unit(batch, cfg))
+    batch = replace(batch, extras=dict(batch.extras))
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
     shown = batch  # to the functions that prepare something
@@ -821,7 +814,6 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
-    weights = weights_of(part, cfg, counts)  # [B, T]
     # The policy loss, times trainer / generator.
     with checks.explained(f"policy loss {cfg.policy_loss!r}", part):  # a field that nobody computed: see `needs`
         returned = POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg)
@@ -840,13 +832,13 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
         distance, numbers = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
-    loss = (weights * per_token).sum()
+    loss = (part.weights * per_token).sum()
     # What has weights of its own.
     with checks.explained("own_term", part):
         own, numbers = own_term(logprobs, entropy if entropy.requires_grad else None, part, cfg)
     stats = stats | checks.check_statistics("own_term", numbers, part)
     if own is not None:
-        own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else weights
+        own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else part.weights
         loss = loss + (own_weights * checks.check_term("own_term", own, part)).sum()
     for aux_loss in balance:  # a mean over the pass, which counts by its share of the update's tokens
         loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(counts["num_tokens"], 1)
@@ -969,7 +961,8 @@ class Policy(nn.Module):
         log_p = logits.log_softmax(-1)  # [n, V]
         found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
         trains = torch.is_grad_enabled()
-        # Below the gather: when the backward pass recomputes a chunk, it stops behind the last value that it needs.
+        # Below the gather: when a chunk is recomputed in the backward pass, what comes after the last value that has a
+        # gradient is not.
         with torch.set_grad_enabled(trains and self.entropy_gradient):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]

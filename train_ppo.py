@@ -57,7 +57,7 @@ from config import ConfigError
 from inputs.model import backbone
 from inputs.processor import faults_named, load_config
 from runlog.log import clock
-from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, weights_of, whiten
+from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, whiten
 
 
 def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) 
     """This micro-batch's share of the critic's loss, and statistics as per-token matrices [B, T]."""
     (values,) = compute_logprobs(critic, part, cfg)  # [B, T]
     per_token, stats = value_loss(values, part, cfg)
-    return (weights_of(part, cfg, counts) * per_token).sum(), stats
+    return (part.weights * per_token).sum(), stats
 
 
 if __name__ == "__main__":

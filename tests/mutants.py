@@ -26,7 +26,7 @@ MUTANTS = {
                               "torch.min(loss, -advantages * cfg.dual_clip)",
                               "algorithms -k vanilla"),
     "rloo_with_itself": ("algorithms/advantages.py", "* size / (size - 1).clamp(min=1)", "", "algorithms -k rloo"),
-    "seq_mean_is_token_mean": (GRPO, "loss_mask / of_row.clamp(min=1) / max(num_sequences, 1)",
+    "seq_mean_is_token_mean": (GRPO, "loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)",
                                "loss_mask / max(num_tokens, 1)", "algorithms -k published"),
     "counts_of_one_rank": (GRPO, "tokens, sequences = utils.all_sum(torch.tensor(",
                            "tokens, sequences = (torch.tensor(", "ranks -k counts"),

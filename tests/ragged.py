@@ -164,4 +164,4 @@ def with_foreign_term(policy, part, cfg, counts):
     """A term beside the policy loss, as somebody may write who copies the script."""
     loss, stats = script.micro_loss(policy, part, cfg, counts)
     logprobs, _, _ = script.compute_logprobs(policy, part, cfg)
-    return loss - 0.1 * (script.token_weights(part.loss_mask, cfg.loss_agg, **counts) * logprobs).sum(), stats
+    return loss - 0.1 * (part.weights * logprobs).sum(), stats

@@ -62,6 +62,7 @@ def derivative(policy, batch, cfg, loss_of) -> torch.Tensor:
     mask, whole = batch.loss_mask, replace(batch, record=None)
     counts = dict(num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=512)
     counts["num_sequences"] = float(len(batch)) if cfg.loss_agg == "constant" else counts["num_sequences"]
+    whole.weights = script.weights_of_update(whole, cfg, counts)
     loss, _ = loss_of(given, whole, cfg, counts)
     (gradient,) = torch.autograd.grad(loss, found["values"][:1], allow_unused=True)
     out = torch.zeros_like(mask)
