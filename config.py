@@ -139,7 +139,7 @@ class TrainConfig:
     num_generations: int = 8  # completions sampled per prompt (the group); a row's column of this name wins over it
     num_minibatches: int = 1  # optimizer updates per pass over the step's completions
     num_iterations: int = 1  # passes over the step's completions (mu in the GRPO paper)
-    tokens_per_microbatch: int | None = None  # of a forward pass on a rank, a tenth more to save one; unset: what fits
+    tokens_per_microbatch: int | None = None  # of a forward pass on a rank; unset: what fits
     shared_prefix: bool = True  # compute a prompt once for all its completions; same gradient, faster
     head_dtype: Literal["auto", "float32"] = "auto"  # of the output layer's product; auto: --compute_dtype
     # sampled tokens whose logits exist at a time; unset: 256, more on GPUs

@@ -52,8 +52,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import utils
 from inputs.loading import load_hf_model, to_train
-from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb, text_model
-from inputs.packing import most_tokens
+from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb
 from inputs.processor import load_config
 
 GIB = 2**30
@@ -105,7 +104,7 @@ def sizes_of(policy: nn.Module) -> Sizes:
         return sum(p.numel() for p in module.parameters())
 
     kinds = set(model._no_split_modules or [])
-    layers = [module for module in text_model(model).modules() if type(module).__name__ in kinds] or [model]
+    layers = [module for module in model.get_decoder().modules() if type(module).__name__ in kinds] or [model]
     largest, head = max(layers, key=count), text.vocab_size * text.hidden_size
     embedded = 0 if getattr(text, "tie_word_embeddings", False) else head
     return Sizes(
@@ -128,7 +127,7 @@ def longest_pass(cfg: TrainConfig, ranks: int) -> int:
     groups = max(cfg.prompts_per_step // ranks // cfg.num_minibatches, 1)
     prompts = 1 if cfg.shared_prefix else cfg.num_generations
     everything = groups * (prompts * cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length)
-    return max(min(most_tokens(cfg), everything), cfg.max_prompt_length + cfg.max_completion_length)
+    return max(min(cfg.tokens_per_microbatch or 16384, everything), cfg.max_prompt_length + cfg.max_completion_length)
 
 
 def bytes_needed(sizes: Sizes, cfg: TrainConfig, ranks: int, critic: bool = False) -> Counter:

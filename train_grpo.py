@@ -101,10 +101,10 @@ from inputs import parameters, vision
 from inputs import router_replay
 from inputs.attention import packed, take_packed_rows
 from inputs.loading import autocasts, load_hf_model, share_adapters, to_train
-from inputs.model import adapter_buckets, backbone, chunk_size, image_weights, logits_of, text_model
+from inputs.model import adapter_buckets, backbone, chunk_size, image_weights, logits_of
 from inputs.packing import balanced, micro_batches, minibatches, pack
 from inputs.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, walk
-from inputs.processor import faults_named, load_processor  # noqa: F401 - the second for after_rollout
+from inputs.processor import load_processor  # noqa: F401 - for after_rollout
 from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, known_scores
 from inputs.trajectory import without_failed, without_unscored
 from plan import planned
@@ -986,7 +986,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     hands out the values, layer by layer. With --load_in every rank has read the base itself, straight to its device."""
     # An image tower's layers are no units: a rank whose pass has no image would not take part in gathering them.
     layer_names = set(policy.hf_model._no_split_modules or [])
-    layers = [m for m in text_model(policy.hf_model).modules() if type(m).__name__ in layer_names]
+    layers = [m for m in policy.hf_model.get_decoder().modules() if type(m).__name__ in layer_names]
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
@@ -1037,11 +1037,11 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     return load_frozen(cfg, device, "the reference model")[0]
 
 
-def load_frozen(cfg: TrainConfig, device: torch.device, what: str, flag="--model_id") -> tuple[nn.Module, Policy]:
+def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> tuple[nn.Module, Policy]:
     """A model that is not trained, as `load_policy` returns one, in the compute dtype; one that follows the policy
-    (--ref_sync_steps) in float32, as bfloat16 would round a small step away. flag: the one that named it."""
+    (--ref_sync_steps) in float32, as bfloat16 would round a small step away."""
     cfg = replace(cfg, router_replay="off", router_aux_coef=0.0, load_in=None)
-    with parameters.on_rank_0(f"Loading {what}"), faults_named(flag):
+    with parameters.on_rank_0(f"Loading {what}"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
     inner = Policy(model.eval().requires_grad_(False), cfg, bool(cfg.ref_sync_steps) and autocasts(cfg))
     return shard(inner, cfg, device, trained=False), inner

@@ -55,7 +55,7 @@ import utils
 from algorithms import optimizers, teachers
 from config import ConfigError
 from inputs.model import backbone
-from inputs.processor import faults_named, load_config
+from inputs.processor import load_config
 from runlog.log import clock
 from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, whiten
 
@@ -146,8 +146,7 @@ class CriticTrainer:
 
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
-        with faults_named("--critic_model_id" if cfg.critic_model_id else "--model_id"):
-            self.module, inner = train_grpo.load_policy(critic_cfg, device, Critic)
+        self.module, inner = train_grpo.load_policy(critic_cfg, device, Critic)
         # Whether packed rows are right is tried with the policy: of another family it is not known.
         kind = inner.hf_model.config.model_type
         self.shares = cfg.critic_model_id is None or load_config(cfg.model_id).model_type == kind

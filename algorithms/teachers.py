@@ -58,7 +58,7 @@ def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> N
     """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. instead: what else
     could be done."""
     name, of_policy = getattr(cfg, flag.removeprefix("--")), load_config(cfg.model_id)
-    kind, theirs = load_config(name, flag).model_type, load_processor(name, flag)
+    kind, theirs = load_config(name).model_type, load_processor(name)
     unlike = tokenizer.get_vocab().items() - getattr(theirs, "tokenizer", theirs).get_vocab().items()
     if unlike or (takes_images(of_policy) and kind != of_policy.model_type):
         text, token = min(unlike, key=lambda pair: pair[1], default=("", 0))
@@ -159,7 +159,7 @@ def load(cfg: TrainConfig, device: torch.device, load_frozen: Callable) -> tuple
     if cfg.teacher_id is None:
         return None
     settings = replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None)
-    return load_frozen(settings, device, "the teacher", "--teacher_id")
+    return load_frozen(settings, device, "the teacher")
 
 
 def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig, all_logprobs) -> dict:

@@ -57,7 +57,6 @@ import train_grpo as script  # noqa: E402
 from config import ConfigError, load_config  # noqa: E402
 from inputs import vision  # noqa: E402
 from inputs.loading import set_up_4_bits  # noqa: E402
-from inputs.packing import most_tokens  # noqa: E402
 from inputs.parameters import move  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
 from plan import GIB  # noqa: E402
@@ -413,7 +412,7 @@ def settled(cfg: SimulateConfig) -> SimulateConfig:
 def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = None) -> script.Batch:
     """Completions that fill so many passes, the last of each shortened. shown: a prompt with a picture."""
     prompt, longest, lengths = cfg.max_prompt_length, cfg.max_completion_length, []
-    room = most_tokens(cfg)
+    room = cfg.tokens_per_microbatch
     while (room := room - prompt * (len(lengths) % cfg.num_generations == 0)) > 0:
         lengths.append(min(longest, room))
         room -= lengths[-1]

@@ -24,12 +24,9 @@ from torch.nn.attention import varlen
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
-from config import ConfigError
-from inputs.model import text_model
 
 PACKED = "packed, "  # in a config, before the name of the attention that computes the segments
 # Fewer heads of keys than of queries: torch 2.11 takes them without being told, later versions have a flag.
@@ -120,7 +117,7 @@ def packed(segments: list[Segment] | None, device: torch.device) -> Iterator[Non
 
 def take_packed_rows(hf_model: nn.Module, takes: bool = True) -> None:
     """From now on the model's text part takes packed rows, and plain ones as before; or plain ones alone again."""
-    for config in (text_model(hf_model).config, hf_model.config.get_text_config()):
+    for config in (hf_model.get_decoder().config, hf_model.config.get_text_config()):
         name = (config._attn_implementation or "eager").removeprefix(PACKED).replace("varlen", "flash_attention")
         packed_name = PACKED + name.replace("flash_attention", "varlen")  # transformers looks for "flash" in names
         AttentionInterface.register(packed_name, partial(attend, name=name))
@@ -155,7 +152,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, name: str
     if name not in ("sdpa", "eager") or (query.is_cuda and query.dtype != torch.float32):
         if name == "eager" or any(options.get(name) is not None for name in ("s_aux", "softcap")):
             raise ValueError("the kernel for packed rows has neither attention sinks nor capped scores")
-        return attend_in_one_call(query, key, value, attention_mask, scaling, name), None
+        return attend_in_one_call(query, key, value, attention_mask, scaling), None
     queries, keys, values = (x.split(attention_mask.row.sizes, 2) for x in (query, key, value))
     parts = []
     for number, (_, front) in enumerate(attention_mask.row.segments):
@@ -166,9 +163,9 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, name: str
     return torch.cat(parts, 1), None
 
 
-def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | None, name: str) -> Tensor:
+def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | None) -> Tensor:
     """All segments at once, for GPUs. A prompt's keys are given once per completion, as in plain rows; where there are
-    more keys than queries, "causal" lets the last query see the last key (flash-attn: from 2.1 on)."""
+    more keys than queries, the last query sees the last key."""
     places, *ends = mask.row.for_kernel
     scaling, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
     # Of multi-head latent attention a value is narrower than a key. The kernels want one width, a multiple of 8.
@@ -177,37 +174,6 @@ def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | Non
     # In fp32, so that the gradient of a prompt's keys is summed over its completions in fp32.  [K, kv heads, D]
     key, value = (x.float().index_select(0, places).to(x.dtype) for x in (key, value))
     longest = [max(size for size, _ in mask.row.shapes), max(map(sum, mask.row.shapes))]
-    if name == "sdpa":
-        how = dict(scale=scaling, window_size=(mask.window - 1 if mask.window else -1, 0), **GROUPED)
-        out = varlen.varlen_attn(query, key, value, *ends, *longest, **how)  # [L, heads, D]
-        return out[None, :, :, :width]
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    how = dict(zip(names, (*ends, *longest), strict=True), sliding_window=mask.window or None, softmax_scale=scaling)
-    how |= dict(is_causal=True, attn_implementation=name)
-    out = _flash_attention_forward(query[None], key[None], value[None], None, len(query), **how)
-    return out[..., :width]
-
-
-# ---- which attention a model has -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def attention_of(wanted: str) -> Iterator[str | None]:
-    """What a model is to be loaded with: what is wanted, or for "auto" None, with which transformers takes sdpa for
-    each part that has it, and else eager. ConfigError where the model has no such attention, or it is not installed."""
-    try:
-        yield None if wanted == "auto" else wanted
-    except (ImportError, ValueError) as error:
-        if wanted == "auto":
-            raise
-        raise ConfigError(f"--attn_implementation={wanted}: {error} (auto takes what the model has)") from error
-
-
-def leave_nothing_out(hf_model: nn.Module, wanted: str) -> None:
-    """Gemma 2 caps the scores of its attention, which transformers' sdpa takes and does not compute: it gets eager.
-    ConfigError if sdpa was asked for."""
-    config = hf_model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
-        if wanted == "sdpa":
-            raise ConfigError("--attn_implementation=sdpa leaves out capped attention scores; auto takes eager.")
-        hf_model.set_attn_implementation("eager")
+    how = dict(scale=scaling, window_size=(mask.window - 1 if mask.window else -1, 0), **GROUPED)
+    out = varlen.varlen_attn(query, key, value, *ends, *longest, **how)  # [L, heads, D]
+    return out[None, :, :, :width]

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 from importlib.util import find_spec
 
 import torch
@@ -14,8 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from config import ConfigError, TrainConfig
-from inputs.attention import attention_of, leave_nothing_out
-from inputs.model import check_adapted, image_encoder, lora_targets, names_as_they_are
+from inputs.model import experts_of, lora_layers
 from inputs.processor import load_config, loading, takes_images
 from safety.calls import say_once
 
@@ -31,34 +29,31 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
     """
     own = config or load_config(cfg.model_id)
     quantised, config = taken_out(own), without_noise(own)
-    auto = auto_class(config)
-    with attention_of(cfg.attn_implementation) as attention:
-        how = dict(dtype=dtype, attn_implementation=attention)
+    auto = transformers.AutoModelForImageTextToText if takes_images(own) else transformers.AutoModelForCausalLM
+    # "auto" is transformers' own choice: sdpa for each part that has it, else eager.
+    attention = None if cfg.attn_implementation == "auto" else cfg.attn_implementation
+    how = dict(dtype=dtype, attn_implementation=attention)
+    with loading(cfg.model_id):
         if torch.get_default_device().type == "meta":
             model = auto.from_config(config, **how)
             mark_4_bits(model, cfg)
         else:
             model = load_whole(auto, config, quantised, cfg, body, **how)
             set_up_4_bits(model, cfg)
-    leave_nothing_out(model, cfg.attn_implementation)
+    use_eager_where_capped(model)
     model.own_config = own  # which checkpoints say
     if takes_images(own) and cfg.freeze_vision:
-        image_encoder(model).requires_grad_(False)
+        model.get_encoder(modality="image").requires_grad_(False)
     for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # not every one is in the config
         module.p = 0.0
     return model
 
 
-def auto_class(config) -> type:
-    """AutoModelForImageTextToText for a config of a model that takes images, else AutoModelForCausalLM. ConfigError if
-    it makes no model of this config."""
-    auto = transformers.AutoModelForImageTextToText if takes_images(config) else transformers.AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        raise ConfigError(
-            f"--model_id={config.name_or_path}: transformers has no causal language model for {config.model_type}; "
-            "give a model that generates text."
-        )
-    return auto
+def use_eager_where_capped(hf_model: nn.Module) -> None:
+    """Gemma 2 caps the scores of its attention, which transformers' sdpa takes and does not compute."""
+    config = hf_model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        hf_model.set_attn_implementation("eager")
 
 
 def without_noise(config):
@@ -107,23 +102,19 @@ def load_whole(auto, config, given: dict | None, cfg: TrainConfig, body: bool, *
     if given:
         config.quantization_config = given
         how |= as_published(given, cfg)
-    with loading(cfg.model_id):
-        model, found = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **how)
+    model, found = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **how)
     if given and not cfg.load_in:
         model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
     check_missing(model, found, cfg.model_id, body)
     return model
 
 
-def check_missing(model, found: dict, model_id: str, body=False, flag: str = "--model_id") -> None:
+def check_missing(model, found: dict, model_id: str, body=False) -> None:
     """ConfigError naming weights that the files lack, by what `from_pretrained` has found."""
-    head = model.get_output_embeddings() if body else None
-    unread = set() if head is None else set(head.parameters())
-    held = [*model.named_parameters(), *model.named_buffers()]  # a router's bias is a buffer
-    missing = [n for n, tensor in held if n in found["missing_keys"] and tensor not in unread]
-    if missing:
+    head = {n for n, part in model.named_modules() if body and part is model.get_output_embeddings()}
+    if missing := [name for name in sorted(found["missing_keys"]) if name.rpartition(".")[0] not in head]:
         raise ConfigError(
-            f"{flag}={model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "
+            f"The model {model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "
             "would be random. Give a whole model of this kind, or copy the folder again."
         )
 
@@ -175,22 +166,21 @@ def share_adapters(policy: nn.Module) -> None:
 def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
+    from peft.utils import transformers_weight_conversion as conversion
 
-    frozen = set(image_encoder(model).modules()) if cfg.freeze_vision and takes_images(model.config) else ()
-    left_out = [  # routers that are linear layers return more than a product (Llama 4, Phi-3.5-MoE)
-        name for name, part in model.named_modules() if part in frozen or type(part).__name__.endswith("Router")
-    ]
-    how = dict(target_modules=lora_targets(cfg), exclude_modules=left_out or None, task_type="CAUSAL_LM")
+    if experts_of(model.config)[0]:
+        say_once("LoRA on a mixture of experts: linear layers get adapters, experts stay as they are.")
+        # PEFT would take a shared expert's gate_proj for the experts' parameters: once experts were linear layers. An
+        # adapter of experts can be neither folded nor served.
+        conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    how = dict(target_modules=lora_layers(model, cfg), task_type="CAUSAL_LM")
     try:  # adapters in float32, whatever --dtype the frozen weights have
-        with names_as_they_are():
-            adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))
-    except (ValueError, re.error) as error:
-        names = sorted({n.split(".")[-1] for n, part in model.named_modules() if isinstance(part, nn.Linear)})
-        raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}; linear layers: {names}") from error
+        adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))
+    except ValueError as error:  # layers that PEFT refuses, such as out_proj of Mamba
+        raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}") from error
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer) and autocasts(cfg):  # autocast casts: PEFT would keep a float32 copy
             layer.cast_input_dtype_enabled = False
-    check_adapted(adapted, cfg)
     return adapted
 
 

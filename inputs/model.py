@@ -8,12 +8,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from config import ConfigError, TrainConfig
 from inputs.processor import takes_images
-from safety.calls import say_once
 
 # Of a frozen base in 4 bits: 4 bits a number, a scale of 8 bits for each 64, and one of float32 for each 256 scales.
 BYTES_IN_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -23,39 +21,13 @@ BYTES_IN_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def backbone(hf_model: nn.Module) -> nn.Module:
-    """Takes token ids (and images), returns `last_hidden_state`.
-
-    It is `base_model`, unless that is the model itself because its parts have other names than its class says: then it
-    is the part with the input embeddings.
-    """
-    if (base := hf_model.base_model) is not hf_model:
-        return base
-    embeddings = hf_model.get_input_embeddings()
-    parts = (child for child in hf_model.children() if child is not embeddings)
-    found = next((part for part in parts if any(module is embeddings for module in part.modules())), None)
-    if found is None or found.get_output_embeddings() is not None:  # a causal model within another: no hidden states
+    """Takes token ids (and images), returns `last_hidden_state`. ConfigError for a causal model within another."""
+    if hf_model.base_model is hf_model:
         raise ConfigError(
             f"{type(hf_model).__name__} has no part of its own below the output layer, whose hidden states the policy "
-            "reads; train its text model, or another family."
+            "reads; train another family."
         )
-    return found
-
-
-def text_model(hf_model: nn.Module) -> PreTrainedModel:
-    """The part with the layers that text goes through: of a model that takes images a part of the backbone.
-
-    transformers' get_decoder looks for a part called "decoder", which may be an output layer, or the model itself.
-    """
-    found = hf_model.get_decoder()
-    return found if isinstance(found, PreTrainedModel) and found is not hf_model else backbone(hf_model)
-
-
-def image_encoder(hf_model: nn.Module) -> nn.Module:
-    """What --freeze_vision leaves as it is. transformers gives the model itself where it finds no such part."""
-    found = hf_model.get_encoder(modality="image")
-    if found in (hf_model, hf_model.base_model):
-        raise ConfigError(f"--freeze_vision: {type(hf_model).__name__} has no image encoder of its own; leave it out.")
-    return found
+    return hf_model.base_model
 
 
 def image_weights(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -64,46 +36,22 @@ def image_weights(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:
     if not takes_images(hf_model.config):
         return []
     head = hf_model.get_output_embeddings()
-    of_text = {*text_model(hf_model).parameters(), *(head.parameters() if head is not None else ())}
+    of_text = {*hf_model.get_decoder().parameters(), *(head.parameters() if head is not None else ())}
     named = ((module, *pair) for module in hf_model.modules() for pair in module.named_parameters(recurse=False))
     return [(module, name) for module, name, p in named if p.requires_grad and p not in of_text]
-
-
-EXPERTS = {
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "chosen": ("num_experts_per_tok", "top_k"),
-}
 
 
 def experts_of(config) -> tuple[int, int]:
     """(experts of a layer, experts of a token), from a transformers config; (0, 0) for a dense model."""
     text = config.get_text_config()
-    experts, chosen = (
-        next((found for name in names if isinstance(found := getattr(text, name, None), int)), 0)
-        for names in EXPERTS.values()
-    )
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
     return (experts, chosen) if experts > 1 and chosen else (0, 0)
 
 
 def window_of(config) -> int | None:
     """How many tokens a model's positions are made for; None where it has no bound."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def check_window(config, cfg: TrainConfig) -> None:
-    """Says if the model itself, which is to sample in this process, has no room for the longest prompt and completion:
-    a completion of one turn ends there. ConfigError with several turns, as the next one would have no room at all."""
-    window, needed = window_of(config), cfg.max_prompt_length + cfg.max_completion_length
-    if not window or needed <= window:
-        return
-    said = (
-        f"--model_id={cfg.model_id} has a window of {window} tokens (max_position_embeddings); prompts and completions "
-        f"need up to {needed}: lower --max_prompt_length={cfg.max_prompt_length} or "
-        f"--max_completion_length={cfg.max_completion_length}"
-    )
-    if any(own.rollout != "single_turn" for own in cfg.by_domain()):
-        raise ConfigError(f"{said}.")
-    say_once(f"{said}, or some completions end at the window.")
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------
@@ -128,28 +76,25 @@ def chunk_size(vocabulary: int, on_gpu: bool) -> int:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    training = {part: part.training for part in module.modules()}
+    training = module.training
     module.eval()
     try:
         yield
     finally:
-        for part, was in training.items():
-            part.training = was
+        module.train(training)
 
 
 @contextlib.contextmanager
 def replaced(module: nn.Module, **methods) -> Iterator[None]:
     """For so long these of its attributes are others, for this module alone."""
-    before = {name: module.__dict__.get(name) for name in methods}
+    before = {name: module.__dict__[name] for name in methods if name in module.__dict__}
     module.__dict__.update(methods)
     try:
         yield
     finally:
-        for name, old in before.items():
-            if old is None:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = old
+        for name in methods:
+            del module.__dict__[name]
+        module.__dict__.update(before)
 
 
 def logits_of(hf_model: nn.Module, hidden: Tensor, float32: bool = False) -> Tensor:
@@ -157,7 +102,7 @@ def logits_of(hf_model: nn.Module, hidden: Tensor, float32: bool = False) -> Ten
     a cast behind it.  [n, H] -> [n, V]
 
     Its own forward runs, in which the backbone gives them. So nothing that it does to logits is written here again:
-    Gemma caps them, Granite divides them, Cohere multiplies them, ModernBERT has one more layer before.
+    Gemma caps them, Granite divides them, Cohere multiplies them.
     """
 
     def give(*_, **__) -> Given:
@@ -173,7 +118,7 @@ def logits_of(hf_model: nn.Module, hidden: Tensor, float32: bool = False) -> Ten
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
     with (
         replaced(backbone(hf_model), forward=give),
-        replaced(text_model(hf_model), forward=give),  # OPT calls this one
+        replaced(hf_model.get_decoder(), forward=give),  # OPT calls this one
         replaced(output, forward=multiply) if float32 else contextlib.nullcontext(),
     ):
         return hf_model(input_ids=ids, use_cache=False).logits[0]
@@ -182,50 +127,31 @@ def logits_of(hf_model: nn.Module, hidden: Tensor, float32: bool = False) -> Ten
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def users_of_weights(model: nn.Module) -> Counter:
-    """How many modules have each parameter."""
-    return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
-
-
-def lora_targets(cfg: TrainConfig) -> list[str] | str:
-    """--lora_targets for PEFT: all-linear, ends of names, or a regular expression, which whole names have to match."""
-    first, *others = cfg.lora_targets
-    plain = first != "all-linear" and re.fullmatch(r"[\w.-]+", first)
-    return cfg.lora_targets if others or plain else first
-
-
-@contextlib.contextmanager
-def names_as_they_are() -> Iterator[None]:
-    """In mixtures of experts PEFT takes names such as gate_proj, and all-linear, for the experts' parameters, too: once
-    experts were linear layers. Here a name is that of a layer, as an adapter of experts can be neither folded nor
-    served."""
-    from peft.utils import transformers_weight_conversion as conversion  # here, as PEFT takes seconds
-
-    known = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = known
-
-
-def check_adapted(model: nn.Module, cfg: TrainConfig) -> None:
-    """ConfigError if adapters lie on what is no linear layer, or on a weight that several layers share: they could not
-    be folded into what is pushed and saved."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if experts_of(model.config)[0]:
-        say_once("LoRA on a mixture of experts: linear layers get adapters, experts stay as they are.")
-    users, given = users_of_weights(model), f"--lora_targets {' '.join(cfg.lora_targets)}"
-    for name, layer in model.named_modules():
-        base = getattr(layer, "base_layer", None)
-        folds = isinstance(base, (nn.Linear, Conv1D)) and users[base.weight] == 1
-        if isinstance(layer, BaseTunerLayer) and not folds:
-            raise ConfigError(
-                f"{given}: {name.removeprefix('base_model.model.')} is no linear layer with a weight of its own. "
-                "Embeddings, experts and shared weights take no adapters here: give all-linear, which leaves them as "
-                "they are, or names of linear layers alone."
-            )
+def lora_layers(model: nn.Module, cfg: TrainConfig) -> list[str]:
+    """Names of the linear layers that --lora_targets means: all-linear, without the output layer; ends of names; or a
+    regular expression that a whole name matches. Layers that share a weight have none of their own to be folded into,
+    and routers that are linear layers (Llama 4, Phi-3.5-MoE) return more than a product. ConfigError if there are none.
+    """
+    users = Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
+    frozen = model.get_encoder(modality="image") if cfg.freeze_vision and takes_images(model.config) else None
+    left_out = set(frozen.modules()) if frozen is not None else set()
+    linear = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D)) and users[layer.weight] == 1 and layer not in left_out
+        if not type(layer).__name__.endswith("Router")
+    }
+    names: set[str] = set()
+    for target in cfg.lora_targets:
+        if target == "all-linear":
+            found = {name for name, layer in linear.items() if layer is not model.get_output_embeddings()}
+        else:
+            found = {name for name in linear if f".{name}".endswith(f".{target}") or re.fullmatch(target, name)}
+        if not found:
+            ends = sorted({name.split(".")[-1] for name in linear})
+            raise ConfigError(f"--lora_targets {target}: no linear layer is called so. There are {ends}.")
+        names |= found
+    return sorted(names)
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -294,9 +220,8 @@ def why_not_alone(model: nn.Module) -> str | None:
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     if others := [name for name in trained if not re.search(r"\.lora_[AB]\.\w+\.(\w+\.)*weight$", name)]:
         return f"{len(others)} trained weights are no adapters, such as {others[0]}"
-    if several := [name for name, layer in adapted(model).items() if len(layer.active_adapters) != 1]:
-        return f"several adapters are active on {several[0]}"
-    return None
+    several = any(len(layer.active_adapters) != 1 for layer in adapted(model).values())
+    return "several adapters are active" if several else None
 
 
 def adapter_buckets(

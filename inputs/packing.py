@@ -12,7 +12,7 @@ from torch import Tensor
 import utils
 from batch import Batch
 from config import TrainConfig
-from inputs.vision import TYPES, join_inputs
+from inputs.vision import TYPES, join_inputs, per_token
 
 
 def on_host(batch: Batch) -> Batch:
@@ -52,27 +52,12 @@ def shared_prefix(batch: Batch, members: list[int]) -> int:
 
 
 def positions_of(batch: Batch) -> Tensor:
-    """Position of every token: counted, or, where images give a prompt positions on several axes, those and counted
-    on from the largest.  [axes, B, T], 1 or 3 axes"""
-    counted = (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)[None]  # [1, B, T]
-    given = {row: inputs["position_ids"] for row, inputs in enumerate(batch.model_inputs) if "position_ids" in inputs}
-    if not given:
-        return counted
-    positions = counted.repeat(3, 1, 1)
-    for row, prompt in given.items():
-        n = prompt.shape[-1]
-        positions[:, row, :n] = prompt[:, 0]
-        positions[:, row, n:] = prompt.max() + 1 + torch.arange(positions.shape[-1] - n, device=positions.device)
-    return positions
-
-
-def token_types(batch: Batch, name: str) -> Tensor:
-    """Which tokens belong to an image, for models that make their own mask of it and call it `name`.  [B, T]"""
-    types = torch.zeros_like(batch.input_ids)
-    for row, inputs in enumerate(batch.model_inputs):
-        if name in inputs:
-            types[row, : inputs[name].shape[1]] = inputs[name][0]
-    return types
+    """Position of every token: counted, or, where images give prompts positions on several axes, those and counted on
+    from the largest.  [axes, B, T], 1 or 3 axes"""
+    if not any("position_ids" in inputs for inputs in batch.model_inputs):
+        return (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)[None]
+    length = batch.input_ids.shape[1]
+    return torch.cat([per_token(inputs, "position_ids", length) for inputs in batch.model_inputs], 1)
 
 
 def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
@@ -101,7 +86,7 @@ def plain_rows(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor
     if len(axes := positions_of(batch)) > 1:
         inputs["position_ids"] = axes
     for types in {*TYPES.values()} & {name for row in batch.model_inputs for name in row}:
-        inputs[types] = token_types(batch, types)
+        inputs[types] = torch.cat([per_token(row, types, batch.input_ids.shape[1]) for row in batch.model_inputs])
     if batch.routed_experts is not None:
         inputs["routed_experts"] = batch.routed_experts
     return inputs, rows, before
@@ -136,14 +121,9 @@ def packed_row(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor
     return inputs, torch.zeros_like(rows), before + torch.where(before < prefix, prompt, shift)
 
 
-def most_tokens(cfg: TrainConfig) -> int:
-    """Of a forward pass, unless one row alone has more: --tokens_per_microbatch and a tenth."""
-    return int((cfg.tokens_per_microbatch or 16384) * 1.1)
-
-
 def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
-    """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding, or `most_tokens` where
-    that makes fewer passes; as many on every rank.
+    """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding unless one row alone has
+    more; as many on every rank.
 
     Groups stay together while they fit, since they share their prompt. Plain rows of a pass are alike in length. Rows
     that are `learning` (unset: all) come last, in passes of their own. A rank with fewer passes gets empty ones first:
@@ -153,13 +133,9 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
     lengths, learning = batch.attention_mask.sum(1).long().tolist(), learning or [True] * len(batch)
     groups = sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]
     prefixes = [shared_prefix(batch, rows) if cfg.shared_prefix else 0 for rows in groups]
-    most = cfg.tokens_per_microbatch or 16384
-
-    def cut(limit: int) -> list[list[int]]:
-        units = [unit for rows, n in zip(groups, prefixes, strict=True) for unit in divided(rows, n, lengths, limit)]
-        return fitted(units, learning, limit, cfg.shared_prefix)
-
-    passes = min(cut(most), cut(most_tokens(cfg)), key=len)
+    limit = cfg.tokens_per_microbatch or 16384
+    units = [unit for rows, n in zip(groups, prefixes, strict=True) for unit in divided(rows, n, lengths, limit)]
+    passes = fitted(units, learning, limit, cfg.shared_prefix)
     return [[]] * (int(utils.all_max(len(passes))) - len(passes)) + passes[::-1]
 
 

@@ -17,7 +17,6 @@ from jinja2 import TemplateError
 
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
-from inputs.processor import unread_by_template
 from safety.calls import say_once
 
 REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # what templates raise at what they do not know
@@ -153,14 +152,6 @@ def own_kwargs(row: dict) -> dict:
     return json.loads(given) if isinstance(given, str) else given
 
 
-def template_kwargs(row: dict, processor) -> dict:
-    """`own_kwargs` for the chat template. PartError for a name that it never reads."""
-    given = own_kwargs(row)
-    if fault := given and unread_by_template(given, processor):
-        raise PartError(f"chat_template_kwargs: {fault}")
-    return given
-
-
 def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
     """What a row with `count` images looks like before tokenisation: one placeholder an image.
 
@@ -190,7 +181,7 @@ def rendered(row: dict, messages: list[dict], processor, cfg: TrainConfig) -> st
     An answer that the row has begun stands at the end as the row has it, in place of what the template begins one with:
     templates take blanks off an answer's end, put empty thinking before it, or take its thinking away.
     """
-    schemas, options = row.get(SCHEMAS, own_schemas(row)), template_kwargs(row, processor)
+    schemas, options = row.get(SCHEMAS, own_schemas(row)), own_kwargs(row)
     if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
     begun = text_of_parts(messages[-1].get("content")) if messages[-1]["role"] == "assistant" else ""

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import utils
 from config import ConfigError, TrainConfig
-from inputs.model import experts_of, text_model
+from inputs.model import experts_of
 from safety.calls import warn_once
 
 
@@ -34,7 +34,7 @@ class Routing(TorchFunctionMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.experts, self.chosen = experts_of(model.config)
-        self.layers = text_model(model).layers
+        self.layers = model.get_decoder().layers
         self.choice: Tensor | None = None
         self.noted: dict[int, Tensor] | None = None  # layer -> [tokens, k], while `noting`
         self.layer = self.passes = 0

@@ -172,6 +172,19 @@ def join_inputs(rows: list[dict], device=None) -> dict:
     return joined
 
 
+def per_token(inputs: dict, name: str, length: int):
+    """What a prompt's `inputs` say of each of its tokens, and of `length` in all with those that follow it: positions
+    count on from the largest, token types are 0.  [3, 1, length], [1, length]"""
+    import torch
+
+    axes = (3, 1) if name == "position_ids" else (1,)
+    known = inputs.get(name, torch.zeros(*axes, 0, dtype=torch.long))
+    following = torch.zeros(*axes, length - known.shape[-1], dtype=torch.long)
+    if name == "position_ids":
+        following += torch.arange(following.shape[-1]) + (known.max() + 1 if known.numel() else 0)
+    return torch.cat([known, following], dim=-1)
+
+
 def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
     """The prompt with `ids` behind it, sampled or of an observation: then `sent` of them for a server, and the model's
     `inputs` for its images. Positions on several axes count on from the largest."""
@@ -179,13 +192,10 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
 
     old, new = prompt.model_inputs, inputs or {}
     joined = join_inputs([old, new]) if new else {k: v for k, v in old.items() if k not in PER_TOKEN}
-    if "position_ids" in old or "position_ids" in new:  # [3, 1, T]
-        before = old.get("position_ids", torch.arange(len(prompt.token_ids)).expand(3, 1, -1))
-        after = new.get("position_ids", torch.arange(len(ids)).expand(3, 1, -1))
-        joined["position_ids"] = torch.cat([before, before.max() + 1 + after], dim=-1)
-    for types in {*TYPES.values()} & {*old, *new}:  # [1, T]
-        before = old.get(types, torch.zeros(1, len(prompt.token_ids), dtype=torch.long))
-        joined[types] = torch.cat([before, new.get(types, torch.zeros_like(before[:, :1]).expand(-1, len(ids)))], dim=1)
+    for name in {*PER_TOKEN} & {*old, *new}:
+        before, after = per_token(old, name, len(prompt.token_ids)), per_token(new, name, len(ids))
+        after = before.max() + 1 + after if name == "position_ids" else after
+        joined[name] = torch.cat([before, after], dim=-1)
     return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
 
 

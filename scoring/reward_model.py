@@ -56,7 +56,7 @@ def load(model_id: str):
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     how = dict(dtype=dtype, output_loading_info=True)
     model, found = AutoModelForSequenceClassification.from_pretrained(model_id, **how)
-    check_missing(model.to(device).eval(), found, model_id, flag="--reward_model")
+    check_missing(model.to(device).eval(), found, model_id)
     if model.config.num_labels != 1:
         raise ValueError(f"--reward_model={model_id} has {model.config.num_labels} outputs; a reward model has one.")
     model.config.pad_token_id = None  # nothing is padded

@@ -11,9 +11,10 @@ import utils
 from config import ConfigError, TrainConfig
 from inputs import prompts, router_replay
 from inputs.loading import load_hf_model
-from inputs.model import check_window, shapes_of, why_not_alone
+from inputs.model import shapes_of, why_not_alone, window_of
 from inputs.parameters import as_in_a_checkpoint
 from inputs.vision import placeholder_tokens, rope_index_of
+from safety.calls import say_once
 from vllm_client import VLLMClient
 
 
@@ -25,7 +26,12 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
     else:
         from hf_generator import HFGenerator, PolicyGenerator
 
-        check_window(hf_model.config, cfg)
+        window, needed = window_of(hf_model.config), cfg.max_prompt_length + cfg.max_completion_length
+        if window and needed > window:
+            say_once(
+                f"{cfg.model_id} has a window of {window} tokens, --max_prompt_length and --max_completion_length "
+                f"need up to {needed}: some completions end at the window."
+            )
         if cfg.load_in:
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:

@@ -49,8 +49,7 @@ WINDOWS = {
         num_kv_shared_layers=0, num_global_key_value_heads=2,
     ),
     "gpt_oss": dict(layer_types=WINDOW),
-    "llama4_text": dict(intermediate_size_mlp=96, attention_chunk_size=64, num_experts_per_tok=1), "mistral": {},
-    "modernbert-decoder": dict(local_attention=8), "olmo3": dict(layer_types=WINDOW),
+    "mistral": {}, "olmo3": dict(layer_types=WINDOW),
 }  # fmt: skip
 EXPERTS = {"glm4_moe": {}, "granitemoe": {}, "mixtral": {}, "olmoe": {}, "qwen2_moe": {}, "qwen3_moe": {}}
 LATENTS = {  # latent attention

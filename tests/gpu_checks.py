@@ -218,9 +218,7 @@ def attention(machine: Machine) -> str:
     from inputs.attention import PackedMask, PackedRow, attend
 
     segments, draw = [(70, None), (50, 0), (3, 0), (77, 0), (33, None), (67, 4)], torch.Generator().manual_seed(0)
-    kernels, limits = ["sdpa"], {torch.float32: machine.near, torch.bfloat16: 0.03}
-    if machine.gpu and importlib.util.find_spec("flash_attn"):
-        kernels.append("flash_attention_2")
+    limits = {torch.float32: machine.near, torch.bfloat16: 0.03}
     seen = torch.zeros(300, 300, dtype=torch.bool)  # by the tokens of the row, and how many tokens before they are
     back, ends = torch.zeros(300, 300), torch.tensor([size for size, _ in segments]).cumsum(0).tolist()
     for (size, front), stop in zip(segments, ends, strict=True):
@@ -229,17 +227,15 @@ def attention(machine: Machine) -> str:
         back[own[:, None], keys] = (torch.arange(len(before), len(keys))[:, None] - torch.arange(len(keys))).float()
         seen[own[:, None], keys] = back[own[:, None], keys] >= 0
     largest = {dtype: {} for dtype in limits}
-    for kernel, dtype, width, window in product(kernels, limits, (64, 128), (0, 16, 100)):
-        if kernel != "sdpa" and dtype == torch.float32:
-            continue  # which those packages have not
+    for dtype, width, window in product(limits, (64, 128), (0, 16, 100)):
         drawn = [torch.randn(1, heads, 300, width, generator=draw).to(dtype) for heads in (8, 2, 2)]
         wave = torch.randn(1, 300, 8, width, generator=draw)
         sees = sliding_window_causal_mask_function(window) if window else causal_mask_function
         mask = PackedMask(PackedRow(segments, machine.device), sees, window or None, None)
         module = SimpleNamespace(num_key_value_groups=4, is_causal=True)
 
-        def ours(q, k, v, module=module, mask=mask, kernel=kernel):
-            return attend(module, q, k, v, mask, 0.1, name=kernel)[0]
+        def ours(q, k, v, module=module, mask=mask):
+            return attend(module, q, k, v, mask, 0.1, name="sdpa")[0]
 
         def written_out(q, k, v, window=window):
             k, v = (x.repeat_interleave(4, 1) for x in (k, v))
@@ -252,7 +248,7 @@ def attention(machine: Machine) -> str:
             out = attention(*leaves)
             (out.float() * wave.to(device)).sum().backward()
             results.append([out, *(leaf.grad for leaf in leaves)])
-        largest[dtype][f"{kernel}, width {width}, window {window}"] = apart(*results)
+        largest[dtype][f"width {width}, window {window}"] = apart(*results)
     return "; ".join(
         within(largest[dtype], limits[dtype], f"cases in {dtype}, forward and backward") for dtype in limits
     )

@@ -56,7 +56,7 @@ def test_the_kernel_of_gpus_takes_fewer_heads_of_keys():
         query, key, value = (torch.empty(1, heads, 300, 64, **made, requires_grad=True) for heads in (8, 2, 2))
         ends, keys = torch.empty(4, dtype=torch.int32), torch.empty(400, dtype=torch.int64)
         row = SimpleNamespace(for_kernel=(keys, ends, ends), shapes=[(100, 0), (100, 100), (100, 0)])
-        out = attend_in_one_call(query, key, value, SimpleNamespace(row=row, window=0), 0.1, "sdpa")
+        out = attend_in_one_call(query, key, value, SimpleNamespace(row=row, window=0), 0.1)
         out.float().sum().backward()
         assert out.shape == query.transpose(1, 2).shape and key.grad.shape == key.shape
 

@@ -132,5 +132,3 @@ def test_tools_and_settings_of_the_template_in_a_row_are_used(form):
     assert text_of(row, tokenizer) == "[weather]LOUD " + text_of(plain, tokenizer)
     lengths = look_at([row], "rows", tokenizer, TrainConfig())
     assert lengths == [len(prompt_ids(row, tokenizer, TrainConfig()))]
-    with pytest.raises(ConfigError, match="row 0: .*no thinking"):
-        look_at([plain | {"chat_template_kwargs": {"thinking": 1}}], "rows", tokenizer, TrainConfig())
