@@ -11,11 +11,13 @@ import contextlib
 import inspect
 import math
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
@@ -26,7 +28,7 @@ import utils
 from inputs.model import backbone, evaluating, experts_of, logits_of, window_of
 from inputs.prompts import end_ids
 from inputs.trajectory import Completion
-from inputs.vision import TYPES, Prompt, join_inputs, placeholder_tokens
+from inputs.vision import TYPES, Prompt, join_inputs, per_token, placeholder_tokens
 
 
 @dataclass(eq=False)
@@ -75,14 +77,9 @@ class Roomy(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         had, more = self.get_seq_length(), key_states.shape[-2]
-        if not had:
-            return super().update(key_states, value_states, *args, **kwargs)
         # Without room yet, with other sequences than `update` left, or full:
         if self.keys is not self.begun or had + more > self.room[0].shape[-2]:
-            room = had + more + max(64, had // 4)
-            self.room = tuple(x.new_empty(*x.shape[:-2], room, x.shape[-1]) for x in (self.keys, self.values))
-            for whole, begun in zip(self.room, (self.keys, self.values), strict=True):
-                whole[..., :had, :] = begun
+            self.room = tuple(pad(x, (0, 0, 0, more + max(64, had // 4))) for x in (self.keys, self.values))
         for whole, new in zip(self.room, (key_states, value_states), strict=True):
             whole[..., had : had + more, :] = new
         self.keys, self.values = (whole[..., : had + more, :] for whole in self.room)
@@ -91,7 +88,7 @@ class Roomy(DynamicLayer):
 
 
 def give_room(cache: DynamicCache) -> DynamicCache:
-    """The cache, layers of which copy themselves less often from now on."""
+    """The cache of the prompts, layers of which copy themselves less often from now on."""
     for layer in cache.layers:
         if type(layer) is DynamicLayer:
             layer.__class__ = Roomy
@@ -127,9 +124,6 @@ class HFGenerator:
         self.eos_ids = end_ids(model, tokenizer)
         self.never = placeholder_tokens(model.config)
         self.backbone = backbone(model)
-        self.known = set(inspect.signature(self.backbone.forward).parameters)  # names of its inputs
-        whole = inspect.signature(model.forward).parameters
-        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in whole else {}
         self.window = window_of(model.config)
         self.routing = None
         if experts_of(model.config)[0]:
@@ -182,19 +176,11 @@ class HFGenerator:
     # ---- sampling ----
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        *,
-        max_tokens: int,
-        n=1,
-        images=(),
-        expanded: Prompt | None = None,
-        home=None,
-        **options,
+        self, prompt_ids: list[int], *, max_tokens: int, n=1, images=(), expanded: Prompt | None = None, **options
     ) -> list[Completion]:
         """n samples of one prompt. Requests of tasks that are ready together run in one batch.
 
-        expanded: of a prompt with images, what the model is given; `images` themselves, and `home`, are for servers.
+        expanded: of a prompt with images, what the model is given; `images` themselves are for servers.
         options: max_tokens, which may differ within a batch; temperature, min_tokens, top_p, top_k, stop of
         `_sample`.
         """
@@ -205,6 +191,7 @@ class HFGenerator:
                 f"a prompt of {len(prompt_ids)} tokens, with its turns so far, does not fit the model's window of "
                 f"{self.window}; lower --max_prompt_length or --max_completion_length"
             )
+        options.pop("home", None)  # for servers, too
         loop = asyncio.get_running_loop()
         request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
         self._queue.append(request)
@@ -216,32 +203,25 @@ class HFGenerator:
     def _flush(self) -> None:
         queue, self._queue, self._due = self._queue, [], None
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
-            batch = queue[:1]
+            batch = self._together(queue)
             try:
                 with self._passes():
-                    batch = self._together(queue)
-                    results, error = self._sample(batch, **dict(batch[0].options)), None
-            except Exception as raised:  # by the model's own code, whatever it is: raised where the request is awaited
-                results, error = [None] * len(batch), raised
-            finally:
-                queue = [request for request in queue if request not in batch]
-            for request, result in zip(batch, results, strict=True):
-                if not request.future.done():
-                    request.future.set_result(result) if error is None else request.future.set_exception(error)
+                    results = self._sample(batch, **dict(batch[0].options))
+                for request, result in zip(batch, results, strict=True):
+                    request.future.set_result(result)
+            except Exception as error:  # by the model's own code, whatever it is: raised where the request is awaited
+                for request in batch:
+                    request.future.set_exception(error)
 
     def _together(self, queue: list[_Request]) -> list[_Request]:
         """Those that make a batch with the first."""
-        batch, sequences, longest, most = [], 0, 0, 0
+        batch, sequences = [], 0
         for request in queue:
-            length = max(longest, len(request.prompt_ids))
-            tokens = max(most, request.max_tokens)
-            fits = sequences + request.n <= self.max_sequences or not batch
-            fits = fits and (self.cached or len(request.prompt_ids) == len(queue[0].prompt_ids))
-            # Padding takes places, too, and some models have tables of no more than the window's.
-            fits = fits and (not self.window or length + tokens <= self.window)
-            if request.options == queue[0].options and fits:
+            alike = request.options == queue[0].options
+            alike &= self.cached or len(request.prompt_ids) == len(queue[0].prompt_ids)
+            if alike and (not batch or sequences + request.n <= self.max_sequences):
                 batch.append(request)
-                sequences, longest, most = sequences + request.n, length, tokens
+                sequences += request.n
         return batch
 
     def can_tell_experts(self) -> bool:
@@ -252,21 +232,18 @@ class HFGenerator:
         if not self.cached and any(request.model_inputs for request in batch):
             raise ValueError(f"{type(self.model).__name__} samples no prompts with images here; use --generator vllm")
         inputs, positions = self._inputs(batch)
-        mask, longest = inputs["attention_mask"], inputs["input_ids"].shape[1]  # [P, T]
-        out, experts = self._noted(partial(self.backbone, **self._taken(inputs), use_cache=self.cached), len(batch))
-        repeat = [row for row, request in enumerate(batch) for _ in range(request.n)]
-        repeat = torch.tensor(repeat, device=self.device)  # [S]
-        cache = select_sequences(give_room(out.past_key_values) if self.cached else inputs["input_ids"], repeat)
-        logits = logits_of(self.model, out.last_hidden_state[:, -1])[repeat]  # [S, V]
-        mask = mask[repeat]  # [S, T]
+        logits, cache, experts = self._run(inputs)
+        repeat = torch.tensor([row for row, request in enumerate(batch) for _ in range(request.n)], device=self.device)
+        cache = select_sequences(give_room(cache) if self.cached else inputs["input_ids"], repeat)
+        logits, mask = logits[repeat], inputs["attention_mask"][repeat]  # [S, V], [S, T]
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
-        most = torch.tensor([request.max_tokens for request in batch])[repeat.cpu()].tolist()
-        tokens: list[list[int]] = [[] for _ in repeat]
-        logprobs: list[list[float]] = [[] for _ in repeat]
-        alive = list(range(len(repeat)))  # sequences that have not ended
-        paths: list[list] = [[] for _ in repeat]  # experts of each token that was run
+        most = [request.max_tokens for request in batch for _ in range(request.n)]
+        tokens: list[list[int]] = [[] for _ in most]
+        logprobs: list[list[float]] = [[] for _ in most]
+        alive = list(range(len(most)))  # sequences that have not ended
+        paths: list[list] = [[] for _ in most]  # experts of each token that was run
         if experts is not None:
-            paths = [[experts[row, longest - len(batch[row].prompt_ids) :]] for row in repeat.tolist()]
+            paths = [[experts[row, -len(batch[row].prompt_ids) :]] for row in repeat.tolist()]
         for count in range(max(most)):
             scores = self._scores(logits, temperature, top_p, top_k, blocked=count < min_tokens)  # [S, V]
             token = self._draw(scores)  # [S, 1]
@@ -285,57 +262,48 @@ class HFGenerator:
                 alive = [alive[i] for i in keep]
             position = position + 1
             mask = torch.cat([mask, torch.ones_like(token)], dim=1)
-            step = partial(self._next, token, mask, position, cache)
-            (out, cache), experts = self._noted(step, len(alive))
+            if self.cached:
+                step = dict(input_ids=token, position_ids=self._axes(position), attention_mask=mask)
+                logits, cache, experts = self._run(step | dict(past_key_values=cache))
+            else:  # the tokens so far in its place; nor is there padding: prompts of a batch are equally long then
+                cache = torch.cat([cache, token], dim=1)
+                logits, _, experts = self._run(dict(input_ids=cache))
             for place, index in enumerate(alive if experts is not None else ()):
                 paths[index].append(experts[place, -1:])
-            logits = out.logits[:, -1]
         samples = iter(zip(tokens, logprobs, paths, strict=True))
         return [[self._completion(request, stop, *next(samples)) for _ in range(request.n)] for request in batch]
 
-    def _noted(self, run, sequences: int) -> tuple:
-        """What `run` returns, and the experts of its tokens, [sequences, tokens, layers, k], if they are to be told."""
-        if not self.tells_experts:
-            return run(), None
-        with self.routing.noting() as noted:
-            out = run()
-        experts = self.routing.stacked(noted)
-        return out, None if experts is None else experts.unflatten(0, (sequences, -1)).cpu().numpy()
+    def _run(self, inputs: dict) -> tuple:
+        """(logits behind the last tokens [S, V], the cache, if they are to be told the experts of its tokens
+        [S, tokens, layers, k])"""
+        with self.routing.noting() if self.tells_experts else contextlib.nullcontext() as noted:
+            out = self.backbone(**inputs, use_cache=self.cached)
+        experts = self.routing.stacked(noted) if self.tells_experts else None
+        if experts is not None:
+            experts = experts.unflatten(0, (len(inputs["input_ids"]), -1)).cpu().numpy()
+        logits = logits_of(self.model, out.last_hidden_state[:, -1])
+        return logits, out.past_key_values if self.cached else None, experts
 
     def _inputs(self, batch: list[_Request]) -> tuple[dict, Tensor]:
         """The prompts, left-padded [P, T], and their positions [axes, P, T]."""
-        lengths = [len(request.prompt_ids) for request in batch]
-        longest = max(lengths)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)  # [P, T] left-padded
-        mask = torch.zeros_like(ids)
-        for row, request in enumerate(batch):
-            ids[row, longest - lengths[row] :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - lengths[row] :] = 1
-        positions, types = (mask.cumsum(1) - 1).clamp(min=0)[None], {}  # [axes, P, T]; [P, T], by what they are called
-        for row, request in enumerate(batch):
-            if "position_ids" in request.model_inputs:
-                positions = positions.expand(3, -1, -1).clone()
-                positions[:, row, longest - lengths[row] :] = request.model_inputs["position_ids"][:, 0]
-            for name in request.model_inputs.keys() & TYPES.values():
-                types.setdefault(name, torch.zeros_like(ids))
-                types[name][row, longest - lengths[row] :] = request.model_inputs[name][0]
-        ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
-        inputs = join_inputs([request.model_inputs for request in batch], self.device)
-        inputs |= {name: given.to(self.device) for name, given in types.items()}
+
+        def padded(rows: list[Tensor]) -> Tensor:  # of [T] or [T, axes] each
+            return pad_sequence(rows, batch_first=True, padding_side="left").to(self.device)
+
+        def told(name: str) -> Tensor:  # what the prompts' images say of each token
+            return padded(
+                [per_token(one.model_inputs, name, len(one.prompt_ids))[..., 0, :].movedim(-1, 0) for one in batch]
+            )
+
+        ids = padded([torch.tensor(one.prompt_ids) for one in batch])
+        mask = padded([torch.ones(len(one.prompt_ids), dtype=torch.long) for one in batch])
+        known = {name for one in batch for name in one.model_inputs}
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[None]
+        if "position_ids" in known:
+            positions = told("position_ids").permute(2, 0, 1)
+        inputs = join_inputs([one.model_inputs for one in batch], self.device)
+        inputs |= {name: told(name) for name in known & {*TYPES.values()}}
         return inputs | dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions)), positions
-
-    def _next(self, token: Tensor, mask: Tensor, position: Tensor, cache) -> tuple:
-        """The model's output for one more token of each sequence, and the cache with it.  token [S, 1], mask [S, T]"""
-        if not self.cached:  # nor padding: the prompts of a batch are equally long then
-            ids = torch.cat([cache, token], dim=1)
-            return self.model(input_ids=ids, use_cache=False, **self.last_only), ids
-        step = dict(input_ids=token, position_ids=self._axes(position), attention_mask=mask)
-        out = self.model(**self._taken(step), past_key_values=cache, use_cache=True)
-        return out, out.past_key_values
-
-    def _taken(self, inputs: dict) -> dict:
-        """Those that the model knows. Some take no positions: they count, or need none."""
-        return {name: x for name, x in inputs.items() if name in self.known or "kwargs" in self.known}
 
     @cached_property
     def cached(self) -> bool:
@@ -346,11 +314,12 @@ class HFGenerator:
         inputs, _ = self._inputs([_Request([allowed] * 3, {}, 1, 1, (), None)])
         try:
             with self._passes():
-                cache = getattr(self.backbone(**self._taken(inputs), use_cache=True), "past_key_values", None)
+                cache = getattr(self.backbone(**inputs, use_cache=True), "past_key_values", None)
         except (AttributeError, LookupError, TypeError, ValueError):  # such as Kimi-Linear without full attention
             cache = None  # if the model itself is broken, a plain pass says so
         plain = type(cache) is DynamicCache and {type(layer) for layer in cache.layers} <= PLAIN
-        plain = plain and "position_ids" in self.known  # else it would count the padding
+        # Else it would count the padding.
+        plain = plain and "position_ids" in inspect.signature(self.backbone.forward).parameters
         if not plain and utils.is_main():
             name = type(self.model).__name__
             print(f"--generator hf: {name} has no plain cache, so all tokens are run again for each new one: slow.")
