@@ -1098,11 +1098,10 @@ def weight_buckets(
     tensors are the live weights: use them before the next step.
     """
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
-    layers_whole = parameters.joined_in_a_checkpoint(model)  # then no layer is divided between buckets
     bucket, size, last = [], 0, ""
     for name, module in one_by_one(model):
         layer = parameters.layer_of(f"{name}.")
-        if size >= max_bytes and not (layers_whole and layer == last):
+        if size >= max_bytes and not (layer and layer == last):  # checkpoints hold some tensors of a layer joined
             yield gathered(bucket, keep)
             bucket, size = [], 0
         last = layer

@@ -16,13 +16,9 @@ from inputs.vision import TYPES, join_inputs, per_token
 
 
 def on_host(batch: Batch) -> Batch:
-    """The batch with what packing looks at on the CPU, by one read: else the GPU would be waited for at every prompt.
-    float64 holds masks, ids and group numbers exactly."""
-    looked_at = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "loss_mask", "groups")}
-    sizes = [x.numel() for x in looked_at.values()]
-    read = torch.cat([x.double().flatten() for x in looked_at.values()]).cpu().split(sizes)
-    pairs = zip(looked_at.items(), read, strict=True)
-    return replace(batch, **{name: there.view(x.shape).to(x.dtype) for (name, x), there in pairs})
+    """The batch with what packing looks at on the CPU: else the GPU would be waited for at every prompt."""
+    looked_at = ("input_ids", "attention_mask", "loss_mask", "groups")
+    return replace(batch, **{name: getattr(batch, name).cpu() for name in looked_at})
 
 
 def runs(groups: Tensor) -> list[list[int]]:
@@ -34,12 +30,11 @@ def runs(groups: Tensor) -> list[list[int]]:
 def sharing(batch: Batch) -> list[list[int]]:
     """`runs` of rows that can share a prompt: those of a group whose images are the prompt's alone. A row with images
     of its own, from a tool or an environment, stands by itself."""
-    inputs = batch.model_inputs
     split = []
     for members in runs(batch.groups):
-        same = not inputs or all(inputs[row].keys() == inputs[members[0]].keys() for row in members)
-        same = same and (not inputs or all(inputs[r][k] is v for r in members for k, v in inputs[members[0]].items()))
-        split += [members] if same else [[row] for row in members]
+        of_members = [batch.model_inputs[row] for row in members] if batch.model_inputs else [{}]
+        tensors = [{name: id(x) for name, x in inputs.items()} for inputs in of_members]
+        split += [members] if all(one == tensors[0] for one in tensors) else [[row] for row in members]
     return split
 
 

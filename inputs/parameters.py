@@ -14,9 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from config import TrainConfig
 from inputs.model import folded, is_lora
@@ -138,15 +136,6 @@ def as_in_a_checkpoint(hf_model: nn.Module, named: list[tuple[str, Tensor]]) -> 
 def layer_of(name: str) -> str:
     """The beginning of a parameter's name that all of its layer have, such as "model.layers.3."; "" for none."""
     return re.match(r".*?\.\d+\.|", name)[0]
-
-
-def joined_in_a_checkpoint(model: nn.Module) -> bool:
-    """Whether published checkpoints hold some tensors of a layer joined that transformers' model has apart. It is known
-    from the model's class alone, so on every rank."""
-    known = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
-    conversions = [] if known is None else get_model_conversion_mapping(known, add_legacy=False)
-    into = [one.target_patterns for one in conversions if isinstance(one, WeightConverter)]
-    return any(len(patterns) > 1 or "*" in patterns[0] for patterns in into)
 
 
 # ---- one by one -----------------------------------------------------------------------------------------------------

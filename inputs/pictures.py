@@ -5,11 +5,9 @@ which says why.
 """
 
 import base64
-import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -26,18 +24,6 @@ ORIENTATION = 0x0112  # EXIF's tag: how a photograph is turned
 
 class PictureError(ValueError):
     """What is wrong with a picture."""
-
-
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """PictureError for whatever Pillow raises: beside OSError also SyntaxError, struct.error, zlib.error and others,
-    by format and kind of damage."""
-    try:
-        yield
-    except PictureError:
-        raise
-    except Exception as error:
-        raise PictureError(f"{str(error) or type(error).__name__:.300}") from error
 
 
 def file_bytes(source, local_files: bool) -> bytes:
@@ -70,31 +56,30 @@ def file_bytes(source, local_files: bool) -> bytes:
 
 def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | None]:
     """(image with its header read, bytes of its file). source: PIL image, path, file: URL, bytes, base64 text or data:
-    URL, or what a data set holds undecoded: {"bytes": ..., "path": ...}. PictureError for anything else.
+    URL, or what a data set holds undecoded: {"bytes": ..., "path": ...}. PictureError, or what Pillow raises.
 
     local_files: whether text may name a file; not where it comes from a tool or an environment, which may pass on what
     somebody else wrote.
     """
-    with reading():
-        unread = getattr(source, "fp", None) if isinstance(source, Image.Image) else None
-        if isinstance(unread, io.BytesIO):  # opened only (`opened`): decoded here, it would keep its pixels for good
-            source = unread.getvalue()
-        if isinstance(source, Image.Image):
-            image, data = source, None
-        else:
-            data = file_bytes(source, local_files)
-            image = Image.open(io.BytesIO(data), formats=PICTURE_FORMATS)
-        width, height = image.size
-        if not 0 < width * height <= MAX_PIXELS:
-            raise PictureError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
+    unread = getattr(source, "fp", None) if isinstance(source, Image.Image) else None
+    if isinstance(unread, io.BytesIO):  # opened only (`opened_value`): decoded here, it would keep its pixels for good
+        source = unread.getvalue()
+    if isinstance(source, Image.Image):
+        image, data = source, None
+    else:
+        data = file_bytes(source, local_files)
+        image = Image.open(io.BytesIO(data), formats=PICTURE_FORMATS)
+    width, height = image.size
+    if not 0 < width * height <= MAX_PIXELS:
+        raise PictureError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
     return image, data
 
 
 def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image, bytes]:
     """(RGB image, upright, what is transparent over white, within --max_pixels; bytes of an image file of exactly these
     pixels). cfg: the TrainConfig; None: in its own size. PictureError if it cannot be read."""
-    image, data = open_image(source, local_files)
-    with reading():
+    try:
+        image, data = open_image(source, local_files)
         image.load()
         as_it_is = data and image.mode == "RGB" and image.getexif().get(ORIENTATION, 1) == 1
         image = ImageOps.exif_transpose(image)
@@ -111,6 +96,10 @@ def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image,
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         return image, buffer.getvalue()
+    except PictureError:
+        raise
+    except Exception as error:  # of Pillow, by format and damage: OSError, SyntaxError, struct.error, zlib.error, ...
+        raise PictureError(f"{str(error) or type(error).__name__:.300}") from error
 
 
 # ---- data sets ------------------------------------------------------------------------------------------------------
@@ -142,5 +131,5 @@ def opened_value(value):
         return datasets.Image().decode_example(value)  # within an archive, or on the hub
     try:
         return None if value is None else open_image(value)[0]
-    except PictureError:
+    except Exception:  # of Pillow: load_image says it
         return value

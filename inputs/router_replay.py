@@ -152,9 +152,8 @@ def metrics(routing: Routing | None, batch, cfg: TrainConfig) -> dict:
     if batch.routed_experts is not None:
         rows, columns = batch.loss_mask.cpu().nonzero(as_tuple=True)
         before = batch.routed_experts[rows, columns - 1].long()  # [N, layers, k] of the tokens that predict them
-        layers = torch.arange(len(routing.layers))[None, :, None].expand_as(before)
-        known = before >= 0
-        load.index_put_((layers[known], before[known]), torch.ones(1, dtype=torch.float64), accumulate=True)
+        for number, chosen in enumerate(before.unbind(1)):
+            load[number] = chosen[chosen >= 0].bincount(minlength=routing.experts)
     load = utils.all_sum(load.to(batch.input_ids.device)).cpu()
     load = load[sorted(routing.choosing)]  # what the server tells of layers without experts is all 0
     load = load[load.sum(1) > 0]  # [layers with experts, E]

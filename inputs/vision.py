@@ -9,6 +9,7 @@ several rows by their shapes. What a family wants beyond that stands in TYPES, t
     row -> build_prompt -> sampled -> continued | observed
 """
 
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,6 +35,10 @@ from inputs.trajectory import RowError, TrajectoryError
 # Families whose masks treat images apart: what they call token types, which are 0 for text.
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gemma4unified": "mm_token_type_ids"}
 PER_TOKEN = ("position_ids", *TYPES.values())  # of a model's inputs: all others are by image or patch
+UNLIKE = {
+    "mllama": "Llama 3.2 Vision looks at images by cross-attention",
+    "paligemma": "a prompt of PaliGemma sees itself in both directions",
+}
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
 _RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
@@ -141,18 +146,13 @@ def expand(text: str, images: list, processor, rope_index: Callable | None, spec
     rope_index: of models whose positions have three axes; the prompt's are computed here, so that nothing later needs
     to know. Positions after the prompt count on from its largest.
     """
+    family = type(processor).__name__.removesuffix("Processor").lower()
+    if family in UNLIKE:
+        raise PartError(f"{UNLIKE[family]}; take a model whose images are tokens of a causal prompt")
     encoded = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=special))
     ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
-    if "cross_attention_mask" in encoded:  # [1, T, images, tiles], as Llama 3.2 Vision has it
-        raise PartError(
-            "the model looks at images by cross-attention, whose mask has an entry for each token of a prompt, and "
-            "none here for those that are sampled. Choose a model whose images are tokens of the prompt"
-        )
     if rope_index is not None:
         encoded["position_ids"] = rope_index(ids, **encoded, attention_mask=mask)[0]  # [3, 1, T]
-    family = type(processor).__name__.removesuffix("Processor").lower()
-    if family == "paligemma":
-        raise PartError("a prompt of PaliGemma sees itself in both directions; take a model with causal ones")
     for key in {"token_type_ids", "mm_token_type_ids", "labels"} - {TYPES.get(family)}:  # positions have them in them
         encoded.pop(key, None)
     return ids[0].tolist(), encoded
@@ -231,9 +231,8 @@ def check_echo(prompt: Prompt, samples: list) -> None:
     """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
     ours, theirs = prompt.token_ids, samples[0].prompt_ids
     if ours != theirs:
-        place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
         raise RuntimeError(
             f"the generator made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
-            f"{len(ours)}; they differ from token {place} on. Is the server's --model the trainer's --model_id? Scale "
-            "images with --max_pixels here, not with --mm-processor-kwargs there."
+            f"{len(ours)}; the first {len(os.path.commonprefix([ours, theirs]))} are alike. Is the server's --model the "
+            "trainer's --model_id? Scale images with --max_pixels here, not with --mm-processor-kwargs there."
         )
