@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
     body: its output layer is not read, and may be missing in its files.
     """
     own = config or load_config(cfg.model_id)
-    quantised, config = taken_out(own), without_noise(own)
+    given, config = taken_out(own), without_noise(own)
     auto = transformers.AutoModelForImageTextToText if takes_images(own) else transformers.AutoModelForCausalLM
     # "auto" is transformers' own choice: sdpa for each part that has it, else eager.
     attention = None if cfg.attn_implementation == "auto" else cfg.attn_implementation
@@ -38,8 +37,14 @@ def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False)
             model = auto.from_config(config, **how)
             mark_4_bits(model, cfg)
         else:
-            model = load_whole(auto, config, quantised, cfg, body, **how)
+            if given:
+                config.quantization_config = given
+            how |= quantisation(given, cfg)
+            model, found = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **how)
+            check_missing(model, found, cfg.model_id, body)
             set_up_4_bits(model, cfg)
+            if given and not cfg.load_in:
+                model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
     use_eager_where_capped(model)
     model.own_config = own  # which checkpoints say
     if takes_images(own) and cfg.freeze_vision:
@@ -79,14 +84,22 @@ def taken_out(config) -> dict | None:
     return next(filter(None, found), None)
 
 
-def as_published(given: dict, cfg: TrainConfig) -> dict:
-    """Arguments for `from_pretrained` of a model that is published quantised: FP8 and MXFP4 become plain weights, 4
-    bits of bitsandbytes stay as they are with --load_in 4bit. ConfigError for others. given: by `taken_out`."""
-    method, in_4_bits = given.get("quant_method", "bitsandbytes"), given.get("load_in_4bit")
-    if in_4_bits and cfg.load_in:
-        return {"quantization_config": None}
+def quantisation(given: dict | None, cfg: TrainConfig) -> dict:
+    """Arguments for `from_pretrained`. With --load_in 4bit (QLoRA, 2305.14314) bitsandbytes packs each weight as it is
+    read, on this rank's device; the output layer, embeddings, norms and experts stay in --dtype.
+
+    given: by `taken_out`, of a model that is published quantised: FP8 and MXFP4 become plain weights, 4 bits of
+    bitsandbytes stay as they are with --load_in 4bit. ConfigError for others.
+    """
+    if cfg.load_in and not given:
+        how = dict(bnb_4bit_compute_dtype=getattr(torch, cfg.compute_dtype), bnb_4bit_quant_type="nf4")
+        how |= dict(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        return {"quantization_config": transformers.BitsAndBytesConfig(**how)}
+    if not given or (cfg.load_in and given.get("load_in_4bit")):
+        return {}
+    method = given.get("quant_method", "bitsandbytes")
     if cfg.load_in or method not in ("fp8", "mxfp4"):
-        adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(in_4_bits)
+        adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(given.get("load_in_4bit"))
         raise ConfigError(
             f"--model_id={cfg.model_id} is quantised ({method}), from which no weights are made here that could be "
             f"trained. Give the model that it was made from{adapters}."
@@ -95,22 +108,9 @@ def as_published(given: dict, cfg: TrainConfig) -> dict:
     return {"quantization_config": AUTO_QUANTIZATION_CONFIG_MAPPING[method](dequantize=True)}
 
 
-def load_whole(auto, config, given: dict | None, cfg: TrainConfig, body: bool, **how) -> nn.Module:
-    """The model of --model_id. ConfigError naming weights that its files lack: they would be random, and others on each
-    rank. body: the output layer, which a critic does not read, may be missing."""
-    how |= in_4_bits(cfg)
-    if given:
-        config.quantization_config = given
-        how |= as_published(given, cfg)
-    model, found = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **how)
-    if given and not cfg.load_in:
-        model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
-    check_missing(model, found, cfg.model_id, body)
-    return model
-
-
 def check_missing(model, found: dict, model_id: str, body=False) -> None:
-    """ConfigError naming weights that the files lack, by what `from_pretrained` has found."""
+    """ConfigError naming weights that the files lack, by what `from_pretrained` has found: they would be random, and
+    others on each rank. body: the output layer, which a critic does not read, may be missing."""
     head = {n for n, part in model.named_modules() if body and part is model.get_output_embeddings()}
     if missing := [name for name in sorted(found["missing_keys"]) if name.rpartition(".")[0] not in head]:
         raise ConfigError(
@@ -120,21 +120,6 @@ def check_missing(model, found: dict, model_id: str, body=False) -> None:
 
 
 # ---- 4 bits ----------------------------------------------------------------------------------------------------------
-
-
-def in_4_bits(cfg: TrainConfig) -> dict:
-    """Arguments for `from_pretrained` with --load_in 4bit (QLoRA, 2305.14314): bitsandbytes packs each weight as it is
-    read, on this rank's device; the output layer, embeddings, norms and experts stay in --dtype. ConfigError without
-    bitsandbytes."""
-    if not cfg.load_in:
-        return {}
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError("--load_in 4bit needs bitsandbytes, which is not installed: pip install bitsandbytes==0.50.2")
-    how = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    compute = getattr(torch, cfg.compute_dtype)
-    return dict(
-        quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=compute, **how)
-    )
 
 
 def mark_4_bits(empty: nn.Module, cfg: TrainConfig) -> None:

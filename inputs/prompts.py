@@ -17,7 +17,6 @@ from jinja2 import TemplateError
 
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
-from safety.calls import say_once
 
 REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # what templates raise at what they do not know
 SCHEMAS = "<tool schemas>"  # of a row that was made for the model, for its template: no column of data is called so
@@ -215,12 +214,8 @@ def end_ids(hf_model, processor) -> set[int]:
     found = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
     if not getattr(tokenizer, "chat_template", None):
         return found
-    text = render(made_up(processor), processor).rpartition(END)[2]
-    ends = {text.find(str(token)): number for number, token in tokenizer.added_tokens_decoder.items()}
-    end = ends.get(min((place for place in ends if place >= 0), default=None))
-    if end is not None and end not in found:
-        said = tokenizer.convert_ids_to_tokens(end)
-        say_once(f"The chat template ends a turn with {said}, which ends no answer by the model's files: here it does.")
+    behind = tokenize(render(made_up(processor), processor).rpartition(END)[2], processor)
+    end = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
     return found | ({end} - {None})
 
 
@@ -254,7 +249,7 @@ def render(messages: list[dict], processor, schemas: list[dict] | None = None, *
     """What the chat template writes. Of a template that does not show the role `tool`, as if a user had said what tools
     did: in one message, as such templates often want roles to alternate. A system message that it does not show stands
     at the beginning of the first user message."""
-    shows, said = shown_by(processor, schemas), []
+    shows, said = shown_by(processor), []
     told_as = {"tool": shows.results == "as a user", "system": not shows.system}  # by a user
     before = None  # the role of the message before, where a user says it
     for message in messages:
@@ -277,23 +272,13 @@ class Shown:
     results: Literal["alone", "with their calls", "as a user"]  # of tools: how they have to be given to be seen
 
 
-def shown_by(processor, schemas: list[dict] | None = None) -> Shown:
-    """By its template; of several, by the one that transformers takes where there are tools, or none."""
-    template = processor.chat_template  # which may be changed
-    return tried(processor, str(template), isinstance(template, dict) and bool(schemas))
-
-
-@functools.lru_cache(maxsize=64)
-def tried(processor, template: str, with_tools: bool) -> Shown:
+@functools.lru_cache(maxsize=16)
+def shown_by(processor) -> Shown:
     """Found by rendering. Some templates raise at what they do not know, others leave it out without a word."""
-    parameters = {"type": "object", "properties": {}}
-    function = {"name": "f", "description": "-", "parameters": parameters}
-    tools = [{"type": "function", "function": function}] if with_tools else None
 
     def sees(*messages: dict) -> bool:
-        messages = normal(messages, processor)
         try:
-            text = processor.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            text = processor.apply_chat_template(normal([*messages], processor), tokenize=False)
         except REFUSED:
             return False
         return "seen7" in text
@@ -334,7 +319,7 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
     or take the thinking out of earlier answers.
     """
     before = made_up(processor)
-    called = shown_by(processor, schemas).results == "with their calls"
+    called = shown_by(processor).results == "with their calls"
     if called := called and any(message["role"] == "tool" for message in messages):
         answer, *messages = with_calls(messages)
         before[1:] = normal([answer], processor)
@@ -351,11 +336,12 @@ def observation_text(messages: list[dict], processor, schemas: list[dict] | None
 # ---- ids -------------------------------------------------------------------------------------------------------------
 
 
-def begins_by_itself(text: str, processor) -> bool:
-    """Whether a text that was rendered beforehand begins with what the tokenizer would put before it: BOS."""
+def adds_bos(text: str, processor) -> bool:
+    """Whether a text that was rendered beforehand lacks what the tokenizer would put before it: BOS. A chat template
+    writes its own."""
     tokenizer = tokenizer_of(processor)
     first = tokenizer("")["input_ids"][:1]
-    return bool(first) and text.startswith(tokenizer.decode(first))
+    return not (first and text.startswith(tokenizer.decode(first)))
 
 
 def tokenize(text: str, processor, add_special_tokens: bool = False) -> list[int]:
@@ -363,12 +349,7 @@ def tokenize(text: str, processor, add_special_tokens: bool = False) -> list[int
     return list(tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
-def adds_bos(text: str, processor, cfg: TrainConfig) -> bool:
-    """Whether the tokenizer adds what it adds to any text; a template writes its own."""
-    return cfg.no_apply_chat_template and not begins_by_itself(text, processor)
-
-
 def prompt_ids(row: dict, tokenizer, cfg: TrainConfig) -> list[int]:
     """Token ids of a row's prompt, up to where the model's answer begins, for models without images."""
     text = prompt_text(row, tokenizer, cfg)
-    return tokenize(text, tokenizer, adds_bos(text, tokenizer, cfg))
+    return tokenize(text, tokenizer, cfg.no_apply_chat_template and adds_bos(text, tokenizer))

@@ -123,7 +123,7 @@ def vision_prompt(
     if sources and not is_vision(processor):
         raise PartError("the row has images, and the model of --model_id takes none; choose one that does")
     text = prompt_text(row, processor, cfg, len(sources))
-    special = adds_bos(text, processor, cfg)
+    special = cfg.no_apply_chat_template and adds_bos(text, processor)
     sent = tokenize(text, processor, special)
     if not sources:
         return Prompt(sent, sent)
@@ -233,6 +233,6 @@ def check_echo(prompt: Prompt, samples: list) -> None:
     if ours != theirs:
         raise RuntimeError(
             f"the generator made {len(theirs)} tokens of a prompt with {len(prompt.images)} images, the trainer "
-            f"{len(ours)}; the first {len(os.path.commonprefix([ours, theirs]))} are alike. Is the server's --model the "
-            "trainer's --model_id? Scale images with --max_pixels here, not with --mm-processor-kwargs there."
+            f"{len(ours)}; the first {len(os.path.commonprefix([ours, theirs]))} are alike. Is the server's --model "
+            "the trainer's --model_id? Scale images with --max_pixels here, not with --mm-processor-kwargs there."
         )

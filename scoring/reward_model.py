@@ -14,7 +14,7 @@ from functools import cache
 
 from config import shorten
 from inputs.loading import check_missing
-from inputs.prompts import begins_by_itself, normal, prompt_messages, tokenize
+from inputs.prompts import adds_bos, normal, prompt_messages, tokenize
 from safety import http, secrets
 from safety.calls import say_once
 
@@ -38,7 +38,7 @@ def token_ids(completions, prompts, tokenizer, cfg) -> list[list[int]]:
     """What the classifier reads: the chat under its template, which brings its own BOS, or prompt + completion."""
     if as_text(completions, tokenizer, cfg):
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        return [tokenize(text, tokenizer, not begins_by_itself(text, tokenizer)) for text in texts]
+        return [tokenize(text, tokenizer, adds_bos(text, tokenizer)) for text in texts]
     answers = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
     asked = [prompt_messages({"prompt": prompt}) for prompt in prompts]
     chats = (normal([*p, *a], tokenizer) for p, a in zip(asked, answers, strict=True))
