@@ -101,7 +101,7 @@ from inputs import parameters, vision
 from inputs import router_replay
 from inputs.attention import packed, take_packed_rows
 from inputs.loading import autocasts, load_hf_model, share_adapters, to_train
-from inputs.model import adapter_buckets, backbone, chunk_size, image_weights, logits_of
+from inputs.model import adapter_weights, backbone, chunk_size, image_weights, logits_of
 from inputs.packing import balanced, micro_batches, minibatches, pack
 from inputs.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, walk
 from inputs.processor import load_processor  # noqa: F401 - for after_rollout
@@ -1080,8 +1080,8 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 
     utils.raise_together(attempt(generator.begin_push), "Starting the weight push")
     adapters_alone = getattr(generator, "adapter", None) is not None  # optional in a generator of your own
-    adapters = (gathered(bucket, active) for bucket in adapter_buckets(one_by_one(policy), size, dtype))
-    for bucket in adapters if adapters_alone else weight_buckets(policy, size, dtype, active):
+    adapters = [gathered(adapter_weights(one_by_one(policy), dtype), active)] if adapters_alone else ()
+    for bucket in adapters or weight_buckets(policy, size, dtype, active):
         utils.raise_together(attempt(generator.send_bucket, bucket), "Sending weights")
     utils.raise_together(attempt(generator.finish_push, version), "Finishing the weight push")
     generator.version = version
@@ -1135,8 +1135,8 @@ def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: tor
     adapter alone, as nothing can be folded into 4 bits)"""
     size = cfg.push_bucket_mb * 2**20
     if cfg.load_in:
-        buckets = adapter_buckets(one_by_one(policy), size, torch.float32, scaled=False)
-        return (gathered(bucket, True) for bucket in buckets), inner.model.peft_config["default"]
+        adapters = gathered(adapter_weights(one_by_one(policy), torch.float32, scaled=False), True)
+        return iter([adapters]), inner.model.peft_config["default"]
     buckets = ([(name, rounded(t, dtype)) for name, t in bucket] for bucket in weight_buckets(policy, size, dtype))
     return chain(buckets, [parameters.saved_buffers(policy)]), None
 

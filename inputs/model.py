@@ -224,26 +224,20 @@ def why_not_alone(model: nn.Module) -> str | None:
     return "several adapters are active" if several else None
 
 
-def adapter_buckets(
-    modules: Iterable[tuple[str, nn.Module]], max_bytes: int, dtype: torch.dtype, scaled: bool = True
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Lists of (PEFT's name, tensor in `dtype`) of about `max_bytes`: of each layer A, and B times its scale, so that a
-    server adds B A. modules: by name, with whole weights, or FSDP2's shards. scaled: without it B comes as it is, as
-    PEFT's checkpoints have it."""
-    bucket, size = [], 0
+def adapter_weights(
+    modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype, scaled: bool = True
+) -> list[tuple[str, Tensor]]:
+    """(PEFT's name, tensor in `dtype`) of all adapters: of each layer A, and B times its scale, so that a server adds
+    B A. modules: by name, with whole weights, or FSDP2's shards. scaled: without it B comes as it is, as PEFT's
+    checkpoints have it."""
+    found = []
     for name, layer in modules:
-        if not is_lora(layer):
-            continue
-        adapter = layer.active_adapters[0]
-        for key, scale in (("lora_A", 1.0), ("lora_B", layer.scaling[adapter])):
-            weight = getattr(layer, key)[adapter].weight.detach().float() * (scale if scaled else 1.0)
-            bucket.append((f"{peft_name(name)}.{key}.weight", weight.to(dtype)))
-            size += weight.numel() * dtype.itemsize
-        if size >= max_bytes:
-            yield bucket
-            bucket, size = [], 0
-    if size:
-        yield bucket
+        for key in ("lora_A", "lora_B") if is_lora(layer) else ():
+            adapter = layer.active_adapters[0]
+            scale = layer.scaling[adapter] if scaled and key == "lora_B" else 1.0
+            weight = getattr(layer, key)[adapter].weight.detach().float() * scale
+            found.append((f"{peft_name(name)}.{key}.weight", weight.to(dtype)))
+    return found
 
 
 def push_bucket_mb(parameters: int) -> int:

@@ -148,11 +148,11 @@ def divided(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Ite
 
 
 def fitted(units: list[tuple[int, list[int]]], learning: list[bool], limit: int, packed: bool) -> list[list[int]]:
-    """Rows of each pass, those that learn first: the largest unit first, and each into the first pass with room for it.
-    Padded rows go into the last pass or a new one, as they are to be alike in length."""
+    """Rows of each pass, those that learn first: the largest unit first, and each into the first pass with room for
+    it."""
     passes: list[list[tuple]] = []  # of (whether it learns, tokens, rows)
     for unit in sorted([(any(learning[row] for row in rows), size, rows) for size, rows in units], reverse=True):
-        for held in passes if packed else passes[-1:]:
+        for held in passes:
             learns, longest, _ = held[0]
             tokens = sum(size for _, size, _ in [*held, unit]) if packed else longest * (len(held) + 1)
             if learns == unit[0] and tokens <= limit:

@@ -28,25 +28,22 @@ class PictureError(ValueError):
 
 def file_bytes(source, local_files: bool) -> bytes:
     """The file that `source` names or holds."""
-    if isinstance(source, dict) and ("bytes" in source or "path" in source):
+    if isinstance(source, dict):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, str):
         where = urlsplit(source[:8]).scheme.lower()
         if where in ("http", "https"):
             remedy = "download it and give the file's path, or its content as a data: URL or base64"
             raise PictureError(f"{shorten(source, 60)}: nothing is fetched; {remedy}")
-        if local_files and where == "file":
-            source = Path(unquote(urlsplit(source).path))
-        elif local_files and where != "data" and os.path.isfile(source):
-            source = Path(source)
+        if local_files and (where == "file" or os.path.isfile(source)):
+            source = Path(unquote(urlsplit(source).path) if where == "file" else source)
         else:
             try:  # with a data: URL around it or without
                 return base64.b64decode("".join(source.rpartition("base64,")[2].split()), validate=True)
             except ValueError:
-                remedy = (
-                    "" if local_files else "; text of tools and environments never names a file, a pathlib.Path may"
-                )
-                raise PictureError(f"{shorten(source, 60)} is neither a file nor base64{remedy}") from None
+                foreign = "; text of tools and environments never names a file, a pathlib.Path may"
+                foreign *= not local_files
+                raise PictureError(f"{shorten(source, 60)} is neither a file nor base64{foreign}") from None
     if isinstance(source, Path):
         return source.read_bytes()
     if not isinstance(source, (bytes, bytearray, memoryview)):

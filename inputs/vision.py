@@ -11,7 +11,6 @@ several rows by their shapes. What a family wants beyond that stands in TYPES, t
 
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ UNLIKE = {
 }
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
-_RECENT: OrderedDict[int, tuple] = OrderedDict()  # prompts by their row's identity: it may be sampled many times
+_RECENT: dict[int, tuple] = {}  # prompts by their row's identity: it may be sampled many times
 
 
 @dataclass
@@ -105,7 +104,7 @@ def build_prompt(
         if prompt.images:
             _RECENT[id(row)] = row, asked, prompt
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
-            _RECENT.popitem(last=False)
+            _RECENT.pop(next(iter(_RECENT)))
     if len(prompt.token_ids) > (most or cfg.max_prompt_length):
         more = ", with what its environment adds," if shown is not row else ""
         limit = f"--max_prompt_length={cfg.max_prompt_length}"

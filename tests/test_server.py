@@ -316,7 +316,7 @@ def adapted(model, seed: int):
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return policy.eval(), sum(lora.adapter_buckets(policy.named_modules(), 2**20, torch.float32), [])
+    return policy.eval(), lora.adapter_weights(policy.named_modules(), torch.float32)
 
 
 @pytest.fixture
