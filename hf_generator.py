@@ -203,9 +203,10 @@ class HFGenerator:
     def _flush(self) -> None:
         queue, self._queue, self._due = self._queue, [], None
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
-            batch = self._together(queue)
+            batch = queue[:1]
             try:
                 with self._passes():
+                    batch = self._together(queue)
                     results = self._sample(batch, **dict(batch[0].options))
                 for request, result in zip(batch, results, strict=True):
                     request.future.set_result(result)

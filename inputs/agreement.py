@@ -96,9 +96,11 @@ def check_policy(inner: nn.Module, logprobs: Callable, given: list[Prompt], cfg:
         return f"{type(error).__name__}: {error}".splitlines()[0] if error else f"by {found:.4f}, limit {limit}"
 
     with replaced(inner, never=[]):
+        take_packed_rows(inner.hf_model, False)
         with evaluating(inner), replaced(inner, forward=own_forward(inner.hf_model, inner.autocast)):
             alone = [logprobs(batch.select([row]), plain)[0] for row in range(len(batch))]  # [T of the row] each
             expected = nn.utils.rnn.pad_sequence(alone, batch_first=True)  # [B, T]
+        take_packed_rows(inner.hf_model, cfg.shared_prefix)
         why = "" if not carries_state(inner.hf_model) else "layers with a state"
         if cfg.shared_prefix and (why := why or differs(replace(cfg, temperature=1.0), 2e-4 if exact else 0.05)):
             cfg = replace(cfg, shared_prefix=False)

@@ -90,30 +90,31 @@ def plain_rows(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor
 def packed_row(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor, Tensor]:
     """As `pack`, all completions behind their shared prompts in one row."""
     lengths, axes = batch.attention_mask.sum(1).long().tolist(), positions_of(batch)  # axes: [axes, B, T]
-    spans: list[tuple[int, slice]] = []  # row, its tokens
-    segments, shifts, images, end = [], [], [], 0
+    prefixes, firsts, length = torch.zeros(len(batch)).long(), torch.arange(len(batch)), batch.input_ids.shape[1]
+    segments, places, images = [], [], []  # places: of each segment's tokens among the batch's, row by row
     for members in sharing(batch):
-        start, prefix, front = end, shared_prefix(batch, members), None
+        prefix, front = shared_prefix(batch, members), None
+        prefixes[members], firsts[members] = prefix, members[0]  # the first row's prompt stands for all
         if prefix:
-            spans.append((members[0], slice(0, prefix)))
-            front, end = len(segments), end + prefix
+            front = len(segments)
             segments.append((prefix, None))
+            places.append(torch.arange(prefix) + members[0] * length)
         images += [batch.model_inputs[members[0]]] if batch.model_inputs else []
         for member in members:
-            shifts.append((prefix, start, end - prefix))  # token t stands in column t + start, or t + end - prefix
             if size := lengths[member] - prefix:
-                spans.append((member, slice(prefix, lengths[member])))
                 segments.append((size, front))
-                end += size
-    positions = torch.cat([axes[:, row, span] for row, span in spans], dim=1)[:, None]  # [axes, 1, L]
-    inputs = {"input_ids": torch.cat([batch.input_ids[row, span] for row, span in spans])[None], "segments": segments}
+                places.append(torch.arange(prefix, lengths[member]) + member * length)
+    place = torch.cat(places)  # [L]
+    columns = torch.zeros_like(batch.input_ids).flatten().index_put((place,), torch.arange(len(place)))  # [B * T]
+    inputs = {"input_ids": batch.input_ids.flatten()[place][None], "segments": segments}
     inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"])}  # [1, L]
+    positions = axes.flatten(1)[:, None, place]  # [axes, 1, L]
     inputs |= {"position_ids": positions if len(axes) > 1 else positions[0]}
     inputs |= join_inputs(images)
     if batch.routed_experts is not None:
-        inputs["routed_experts"] = torch.cat([batch.routed_experts[row, span] for row, span in spans])[None]
-    prefix, prompt, shift = torch.tensor(shifts)[rows].unbind(1)  # [N] each
-    return inputs, torch.zeros_like(rows), before + torch.where(before < prefix, prompt, shift)
+        inputs["routed_experts"] = batch.routed_experts.flatten(0, 1)[place][None]
+    source = torch.where(before < prefixes[rows], firsts[rows], rows)  # [N]
+    return inputs, torch.zeros_like(rows), columns[source * length + before]
 
 
 def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
