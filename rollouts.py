@@ -19,8 +19,7 @@ from statistics import fmean
 from config import ConfigError, TrainConfig, known_name, named, shorten
 from data import LOOKED_AT, has_column
 from inputs.parts import PartError
-from inputs.pictures import PictureError
-from inputs.prompts import begun_in, found_in, own_schemas, prompt_messages
+from inputs.prompts import begun_in, own_schemas, pattern_of, prompt_messages
 from inputs.trajectory import (
     RowError,
     Trajectory,
@@ -327,9 +326,9 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
             if environment:
                 shown, _ = turns.begun(row, environment.reset(row, 0), environment, processor, cfg)
             lengths.append(len(vision_prompt(shown, processor, None, cfg).token_ids))
-        except (PartError, PictureError) as error:
+        except PartError as error:
             raise ConfigError(f"{name}, row {number}: {error}.") from error
-        forged += found_in(row["prompt"], processor)[:1]
+        forged += pattern_of(processor).findall(str(row["prompt"]))[:1]
     over = sum(length > cfg.max_prompt_length for length in lengths)
     if some and over == len(some):
         limit = f"--max_prompt_length={cfg.max_prompt_length}"

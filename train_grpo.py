@@ -209,7 +209,7 @@ def train(
                 start_record(batch)  # of each token log-prob, entropy and weight in the loss, for the run's folder
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
-            metrics |= router_replay.metrics(run.inner.routing, batch, cfg)
+            metrics |= router_replay.metrics(run.inner.routing, batch)
             metrics |= gpu.metrics(run.size, trajectories, cfg, metrics["time/update"], run.device) if learns else {}
             agreement.check_step(metrics, cfg, compares=step == run.first and not added)
             with clock(metrics, "push"):

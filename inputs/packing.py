@@ -186,28 +186,22 @@ def balanced(groups: list[list]) -> tuple[list[list], dict]:
     """This rank's groups of trajectories after an exchange that evens out tokens over ranks, which would wait for the
     one that has most; and that one's tokens over the mean, before and after. Collective.
 
-    Whole groups move, one after another, each from the fullest rank to the emptiest, while that narrows the gap between
-    them: what is even stays where it is. A gradient does not depend on where a group is computed.
+    Whole groups move, the largest first: each stays where it is while its rank has no more than the mean, else it goes
+    to the emptiest rank. A gradient does not depend on where a group is computed.
     """
     if utils.world_size() == 1:
         return groups, {}
     sizes = utils.gather_objects([sum(len(t.prompt_ids) + len(t.token_ids) for t in group) for group in groups])
-    loads, rank = [sum(own) for own in sizes], torch.distributed.get_rank()
-    mean, before = sum(loads) / len(loads) or 1, max(loads)
-    held = [dict(enumerate(own)) for own in sizes]  # by rank: {place: tokens} of the groups that have not moved
-    leaving: dict[int, int] = {}  # of this rank's groups: {place: the rank that gets it}
-    while True:
-        full, empty = loads.index(max(loads)), loads.index(min(loads))
-        gap = loads[full] - loads[empty]
-        narrowing = [(abs(2 * tokens - gap), place) for place, tokens in held[full].items() if 0 < tokens < gap]
-        if not narrowing:
-            break
-        place = min(narrowing)[1]
-        tokens = held[full].pop(place)
-        loads[full], loads[empty] = loads[full] - tokens, loads[empty] + tokens
-        if full == rank:
-            leaving[place] = empty
-    sent = utils.gather_objects([(to, groups[place]) for place, to in leaving.items()])
-    arrived = [group for others in sent for to, group in others if to == rank]
-    kept = [group for place, group in enumerate(groups) if place not in leaving]
-    return kept + arrived, {"ranks/tokens_before": before / mean, "ranks/tokens_after": max(loads) / mean}
+    mean, loads, rank = sum(map(sum, sizes)) / len(sizes) or 1, [0] * len(sizes), torch.distributed.get_rank()
+    owners: dict[tuple[int, int], int] = {}  # (rank, place) of each group: the rank that gets it
+    known = ((n, home, place) for home, own in enumerate(sizes) for place, n in enumerate(own))
+    for tokens, home, place in sorted(known, reverse=True):
+        stays = loads[home] + tokens <= mean or loads[home] == min(loads)
+        owners[home, place] = to = home if stays else loads.index(min(loads))
+        loads[to] += tokens
+    leaving = {place: group for place, group in enumerate(groups) if owners[rank, place] != rank}
+    sent = utils.gather_objects(leaving)
+    mine = [
+        (groups if home == rank else sent[home])[place] for (home, place), to in sorted(owners.items()) if to == rank
+    ]
+    return mine, {"ranks/tokens_before": max(map(sum, sizes)) / mean, "ranks/tokens_after": max(loads) / mean}

@@ -18,7 +18,7 @@ NO_IMAGE = "[an image]"  # what a reader of text alone reads in an image's place
 
 
 class PartError(ValueError):
-    """A part of a message that nothing here can read."""
+    """A part of a message, or a picture, that nothing here can read."""
 
 
 def text_part(text: str) -> dict:

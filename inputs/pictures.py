@@ -1,6 +1,6 @@
 """A picture, in any form in which a row, a tool, an environment or a request gives it, as upright RGB of 8 bits.
 
-Trainer and server read with the same function, so both see the same pixels. What cannot be read is a PictureError,
+Trainer and server read with the same function, so both see the same pixels. What cannot be read is a PartError,
 which says why.
 """
 
@@ -14,16 +14,13 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 
 from config import shorten
+from inputs.parts import PartError
 
 # `datasets` takes seconds, and is imported where rows are of one.
 
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow knows 40 more, EPS by way of a program
 MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded. The server's limit, too
 ORIENTATION = 0x0112  # EXIF's tag: how a photograph is turned
-
-
-class PictureError(ValueError):
-    """What is wrong with a picture."""
 
 
 def file_bytes(source, local_files: bool) -> bytes:
@@ -34,7 +31,7 @@ def file_bytes(source, local_files: bool) -> bytes:
         where = urlsplit(source[:8]).scheme.lower()
         if where in ("http", "https"):
             remedy = "download it and give the file's path, or its content as a data: URL or base64"
-            raise PictureError(f"{shorten(source, 60)}: nothing is fetched; {remedy}")
+            raise PartError(f"{shorten(source, 60)}: nothing is fetched; {remedy}")
         if local_files and (where == "file" or os.path.isfile(source)):
             source = Path(unquote(urlsplit(source).path) if where == "file" else source)
         else:
@@ -43,17 +40,17 @@ def file_bytes(source, local_files: bool) -> bytes:
             except ValueError:
                 foreign = "; text of tools and environments never names a file, a pathlib.Path may"
                 foreign *= not local_files
-                raise PictureError(f"{shorten(source, 60)} is neither a file nor base64{foreign}") from None
+                raise PartError(f"{shorten(source, 60)} is neither a file nor base64{foreign}") from None
     if isinstance(source, Path):
         return source.read_bytes()
     if not isinstance(source, (bytes, bytearray, memoryview)):
-        raise PictureError(f"a {type(source).__name__}; allowed: PIL image, path, bytes, base64")
+        raise PartError(f"a {type(source).__name__}; allowed: PIL image, path, bytes, base64")
     return bytes(source)
 
 
 def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | None]:
     """(image with its header read, bytes of its file). source: PIL image, path, file: URL, bytes, base64 text or data:
-    URL, or what a data set holds undecoded: {"bytes": ..., "path": ...}. PictureError, or what Pillow raises.
+    URL, or what a data set holds undecoded: {"bytes": ..., "path": ...}. PartError, or what Pillow raises.
 
     local_files: whether text may name a file; not where it comes from a tool or an environment, which may pass on what
     somebody else wrote.
@@ -68,13 +65,13 @@ def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | N
         image = Image.open(io.BytesIO(data), formats=PICTURE_FORMATS)
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:
-        raise PictureError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
+        raise PartError(f"{width} x {height} pixels; at most {MAX_PIXELS:,} are taken, scale it down")
     return image, data
 
 
 def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image, bytes]:
     """(RGB image, upright, what is transparent over white, within --max_pixels; bytes of an image file of exactly these
-    pixels). cfg: the TrainConfig; None: in its own size. PictureError if it cannot be read."""
+    pixels). cfg: the TrainConfig; None: in its own size. PartError if it cannot be read."""
     try:
         image, data = open_image(source, local_files)
         image.load()
@@ -93,10 +90,10 @@ def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image,
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         return image, buffer.getvalue()
-    except PictureError:
+    except PartError:
         raise
     except Exception as error:  # of Pillow, by format and damage: OSError, SyntaxError, struct.error, zlib.error, ...
-        raise PictureError(f"{str(error) or type(error).__name__:.300}") from error
+        raise PartError(f"{str(error) or type(error).__name__:.300}") from error
 
 
 # ---- data sets ------------------------------------------------------------------------------------------------------

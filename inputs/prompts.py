@@ -110,13 +110,6 @@ def guard(value, processor):
     return each_text(value, guarded)
 
 
-def found_in(value, processor) -> list[str]:
-    """Special tokens whose text occurs in messages, in their order."""
-    found: list[str] = []
-    each_text(value, lambda text: found.extend(pattern_of(processor).findall(text)))
-    return found
-
-
 def clean(text: str) -> str:
     """The text as valid Unicode: a pair of surrogates becomes its character, a lone half U+FFFD, which every tokenizer,
     file and page can hold. Models write lone halves as JSON escapes, tools cut texts in the middle of an emoji."""

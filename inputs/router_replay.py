@@ -38,7 +38,6 @@ class Routing(TorchFunctionMode):
         self.choice: Tensor | None = None
         self.noted: dict[int, Tensor] | None = None  # layer -> [tokens, k], while `noting`
         self.layer = self.passes = 0
-        self.choosing: set[int] = set()  # layers that were seen to choose
         # By pass and layer, since checkpointing computes layers twice: how many choices were replayed, and how many of
         # them the layer had not made. [2] each
         self.moved: dict[tuple[int, int], Tensor] = {}
@@ -59,7 +58,6 @@ class Routing(TorchFunctionMode):
         scores, own = args[0], out.indices  # [..., E], [..., k]
         if scores.shape[-1] != self.experts or own.shape[-1] != self.chosen:
             return out  # of groups of experts, or of something else
-        self.choosing.add(self.layer)
         if self.noted is not None:
             chosen = own.detach().flatten(0, -2)  # -1 where a layer has two routers, as it is told one choice
             self.noted[self.layer] = torch.full_like(chosen, -1) if self.layer in self.noted else chosen
@@ -142,27 +140,13 @@ def ask(generator, model: nn.Module, cfg: TrainConfig) -> None:
         )
 
 
-def metrics(routing: Routing | None, batch, cfg: TrainConfig) -> dict:
+def metrics(routing: Routing | None, batch) -> dict:
     """Of a step's passes, over all ranks, which all call it: the share of replayed choices (a token in a layer) that
-    the trainer would have made otherwise, and how evenly the sampled tokens went to the experts."""
+    the trainer would have made otherwise."""
     if routing is None or utils.all_max(int(batch.routed_experts is not None)) == 0:
         return {}
     replayed, moved = utils.all_sum(routing.differing().to(batch.input_ids.device)).tolist()
-    load = torch.zeros(len(routing.layers), routing.experts, dtype=torch.float64)
-    if batch.routed_experts is not None:
-        rows, columns = batch.loss_mask.cpu().nonzero(as_tuple=True)
-        before = batch.routed_experts[rows, columns - 1].long()  # [N, layers, k] of the tokens that predict them
-        for number, chosen in enumerate(before.unbind(1)):
-            load[number] = chosen[chosen >= 0].bincount(minlength=routing.experts)
-    load = utils.all_sum(load.to(batch.input_ids.device)).cpu()
-    load = load[sorted(routing.choosing)]  # what the server tells of layers without experts is all 0
-    load = load[load.sum(1) > 0]  # [layers with experts, E]
-    share = load / load.sum(1, keepdim=True)
-    out = {"routing/differs": moved / replayed} if replayed else {}
-    if len(load):
-        out |= {"routing/load_max": float(share.max() * routing.experts)}
-        out |= {"routing/unused": float((load == 0).double().mean())}
-    return out
+    return {"routing/differs": moved / replayed} if replayed else {}
 
 
 def collated(choices: list[np.ndarray | None], rows: int, length: int) -> Tensor | None:

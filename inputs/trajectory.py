@@ -75,8 +75,7 @@ def calls_in(info: dict) -> list[dict]:
     """The calls of tools that a turn's info lists (`run_calls`): an environment without tools may have anything else of
     that name."""
     calls = info.get("calls")
-    listed = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [call for call in listed if "call" in call and isinstance(call.get("failed"), (int, float))]
+    return [one for one in calls if isinstance(one, dict) and "failed" in one] if isinstance(calls, list) else []
 
 
 def version_spans(t: Trajectory) -> list[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError
-from inputs.pictures import PictureError, load_image
+from inputs.pictures import load_image
 from inputs.prompts import (
     SCHEMAS,
     adds_bos,
@@ -99,7 +99,7 @@ def build_prompt(
         except ConfigError:
             raise
         except Exception as error:  # templates and image decoders raise whatever they like
-            said = str(error) if isinstance(error, PartError | PictureError) else repr(error)
+            said = str(error) if isinstance(error, PartError) else repr(error)
             raise kind(f"the prompt cannot be shown to the model: {said:.500}", row) from error
         if prompt.images:
             _RECENT[id(row)] = row, asked, prompt
@@ -116,7 +116,7 @@ def vision_prompt(
     row: dict, processor, rope_index: Callable | None, cfg: TrainConfig, data_row: dict | None = None
 ) -> Prompt:
     """`build_prompt` of a row, whose images are as many as its placeholders, or none. data_row: where it came from, if
-    an environment has written the prompt: then only the data row's own texts may name a file. PartError, PictureError.
+    an environment has written the prompt: then only the data row's own texts may name a file. PartError.
     """
     sources, own = image_sources(row), image_sources(data_row or row)
     if sources and not is_vision(processor):
@@ -131,9 +131,9 @@ def vision_prompt(
         try:
             named = isinstance(source, (str, dict)) and source not in own
             loaded.append(load_image(source, cfg, local_files=not named))
-        except PictureError as error:
+        except PartError as error:
             name = f", {shorten(source)}," if isinstance(source, (str, Path)) else ""
-            raise PictureError(f"image {number} of a row{name} cannot be read: {error}") from error
+            raise PartError(f"image {number} of a row{name} cannot be read: {error}") from error
     images, files = zip(*loaded, strict=True)
     ids, inputs = expand(text, list(images), processor, rope_index, special)
     return Prompt(ids, sent, list(files), inputs)

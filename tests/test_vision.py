@@ -26,6 +26,7 @@ from config import ConfigError, TrainConfig
 from envs import Environment, agents
 from envs.turns import play
 from inputs import agreement, pictures, prompts, vision
+from inputs.parts import PartError
 from inputs.processor import load_processor
 from rollouts import look_at, single_turn
 from runlog import checkpoints
@@ -406,7 +407,7 @@ def test_the_texts_of_an_environment_name_no_file(tmp_path):
     processor, path = tiny_vlms.processor_of("idefics3"), tmp_path / "a.png"
     picture(1).save(path)
     shown = {"prompt": [{"role": "user", "content": [{"type": "image", "image": str(path)}]}]}
-    with pytest.raises(pictures.PictureError, match="text of tools and environments never names a file"):
+    with pytest.raises(PartError, match="text of tools and environments never names a file"):
         vision.vision_prompt(shown, processor, None, TrainConfig(), {"prompt": "Look."})
     for mine in (shown, {"prompt": "Look.", "image": str(path)}):
         assert len(vision.vision_prompt(shown, processor, None, TrainConfig(), mine).images) == 1
