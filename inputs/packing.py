@@ -199,9 +199,7 @@ def balanced(groups: list[list]) -> tuple[list[list], dict]:
         stays = loads[home] + tokens <= mean or loads[home] == min(loads)
         owners[home, place] = to = home if stays else loads.index(min(loads))
         loads[to] += tokens
-    leaving = {place: group for place, group in enumerate(groups) if owners[rank, place] != rank}
-    sent = utils.gather_objects(leaving)
-    mine = [
-        (groups if home == rank else sent[home])[place] for (home, place), to in sorted(owners.items()) if to == rank
-    ]
+    sent = utils.gather_objects({place: groups[place] for (home, place), to in owners.items() if home == rank != to})
+    ours = sorted(group for group, to in owners.items() if to == rank)
+    mine = [(groups if home == rank else sent[home])[place] for home, place in ours]
     return mine, {"ranks/tokens_before": max(map(sum, sizes)) / mean, "ranks/tokens_after": max(loads) / mean}
