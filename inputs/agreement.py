@@ -28,16 +28,11 @@ TEXT = (
 SAMPLES, TOKENS = 4, 16  # of each generator or server
 
 
-def text_ids(tokenizer, hf_model: nn.Module) -> list[int]:
-    """Up to 64 tokens. tokenizer: or a processor that has one."""
-    tokenizer, known = getattr(tokenizer, "tokenizer", tokenizer), hf_model.config.get_text_config().vocab_size
-    return [token for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"] if token < known][:64] or [0]
-
-
 def asked(generator, hf_model: nn.Module, cfg: TrainConfig, rows) -> list[Prompt]:
     """A text and, where one of the first rows has images, its prompt: a tower's outputs, and places on several axes,
     are known to no text. generator: has the `tokenizer`."""
-    ids, sees = text_ids(generator.tokenizer, hf_model), prompts.is_vision(generator.tokenizer)
+    known, sees = hf_model.config.get_text_config().vocab_size, prompts.is_vision(generator.tokenizer)
+    ids = [token % known for token in prompts.tokenize(TEXT, generator.tokenizer)[:64]]
     text = Prompt(ids, ids)
     for row in itertools.islice(rows, LOOKED_AT) if sees else ():
         with contextlib.suppress(TrajectoryError):
