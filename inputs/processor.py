@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import re
 import sys
 from collections.abc import Iterator
 
@@ -45,22 +44,8 @@ def load_config(model_id: str):
 
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
-    for handler in logging.get_logger().handlers:  # of all of transformers
-        handler.addFilter(worth_saying)
     with loading(model_id):
         return AutoConfig.from_pretrained(model_id)
-
-
-# What transformers says in healthy runs. Of token ids tokenizers are asked, not configs. Attention is chosen here, and
-# log-probs are compared. What padding does to a model that reads no mask is tried (hf_generator.py).
-NEEDLESS = re.compile(
-    "_token_id must be `None` or an integer within the vocabulary|"
-    "We set the attention implementation for the sub-config|`attention_mask` was passed, but it is unused"
-)
-
-
-def worth_saying(record) -> bool:
-    return not NEEDLESS.search(record.getMessage())
 
 
 def with_template_kwargs(processor, given: dict | None):
