@@ -145,11 +145,13 @@ def own_kwargs(row: dict) -> dict:
 
 
 def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
-    """What a row with `count` images looks like before tokenisation: one placeholder an image.
+    """What a row with `count` images looks like before tokenisation: one placeholder an image; by the chat template,
+    with the tools and settings that columns of the row give it. PartError for what it refuses.
 
-    With the chat template its special tokens are the only ones: no second BOS, and none of the row's own text unless
-    --allow_special_tokens (see `guard`). A conversation that ends in an assistant message is continued, as in
-    TRL: that text is the beginning of the answer.
+    Its special tokens are the only ones: no second BOS, and none of the row's own text unless --allow_special_tokens
+    (see `guard`). A conversation that ends in an assistant message is continued, as in TRL: that text is the beginning
+    of the answer. It stands at the end as the row has it, in place of what the template begins one with: templates take
+    blanks off an answer's end, put empty thinking before it, or take its thinking away.
     """
     if cfg.no_apply_chat_template:
         if not isinstance(row["prompt"], str) or cfg.system_prompt is not None:
@@ -163,16 +165,7 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
             "the model of --model_id has no chat template; choose a chat model, or make the prompts strings and add "
             "--no_apply_chat_template."
         )
-    return rendered(row, normal(prompt_messages(row, cfg.system_prompt), processor, count), processor, cfg)
-
-
-def rendered(row: dict, messages: list[dict], processor, cfg: TrainConfig) -> str:
-    """The prompt's text, by the chat template, with the tools and settings that columns of the row give it. PartError
-    for what it refuses.
-
-    An answer that the row has begun stands at the end as the row has it, in place of what the template begins one with:
-    templates take blanks off an answer's end, put empty thinking before it, or take its thinking away.
-    """
+    messages = normal(prompt_messages(row, cfg.system_prompt), processor, count)
     schemas, options = row.get(SCHEMAS, own_schemas(row)), own_kwargs(row)
     if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
