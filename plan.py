@@ -248,10 +248,10 @@ def kv_bytes(config, split: int) -> int:
 
 
 def push_bytes(sizes: Sizes, cfg: PlanConfig) -> int:
-    """What a push takes on a GPU of the server: the largest bucket, and the layer that vLLM loads it into. Adapters
-    alone travel as files."""
+    """What a push takes on a GPU of the server: the largest bucket, which may be a layer over its size, and the layer
+    that vLLM loads it into. Adapters alone travel as files."""
     bucket = (cfg.push_bucket_mb or push_bucket_mb(sizes.trained + sizes.frozen)) * 2**20
-    return 0 if cfg.push_lora == "adapters" else 2 * max(bucket, 2 * sizes.head)
+    return 0 if cfg.push_lora == "adapters" else 2 * max(bucket + 2 * sizes.layer, 2 * sizes.head)
 
 
 def serve(cfg: PlanConfig, config, sizes: Sizes, gpus: int, sequences: int) -> dict | None:
