@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -66,33 +65,6 @@ def use_decode_attention(model: torch.nn.Module) -> None:
 
 
 PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}  # keys and values alone
-
-
-class Roomy(DynamicLayer):
-    """DynamicLayer with room for the next tokens: it copies all keys and values now and then, not for each new token,
-    which at 4,000 tokens takes three times as long as attention does."""
-
-    room: tuple[Tensor, Tensor] | None = None  # [S, kv heads, more than T, D]
-    begun: Tensor | None = None  # the keys as `update` left them, which are the beginning of room[0]
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        had, more = self.get_seq_length(), key_states.shape[-2]
-        # Without room yet, with other sequences than `update` left, or full:
-        if self.keys is not self.begun or had + more > self.room[0].shape[-2]:
-            self.room = tuple(pad(x, (0, 0, 0, more + max(64, had // 4))) for x in (self.keys, self.values))
-        for whole, new in zip(self.room, (key_states, value_states), strict=True):
-            whole[..., had : had + more, :] = new
-        self.keys, self.values = (whole[..., : had + more, :] for whole in self.room)
-        self.begun = self.keys
-        return self.keys, self.values
-
-
-def give_room(cache: DynamicCache) -> DynamicCache:
-    """The cache of the prompts, layers of which copy themselves less often from now on."""
-    for layer in cache.layers:
-        if type(layer) is DynamicLayer:
-            layer.__class__ = Roomy
-    return cache
 
 
 def select_sequences(cache: DynamicCache | Tensor, rows: Tensor):
@@ -235,7 +207,7 @@ class HFGenerator:
         inputs, positions = self._inputs(batch)
         logits, cache, experts = self._run(inputs)
         repeat = torch.tensor([row for row, request in enumerate(batch) for _ in range(request.n)], device=self.device)
-        cache = select_sequences(give_room(cache) if self.cached else inputs["input_ids"], repeat)
+        cache = select_sequences(cache if self.cached else inputs["input_ids"], repeat)
         logits, mask = logits[repeat], inputs["attention_mask"][repeat]  # [S, V], [S, T]
         position = positions.amax((0, 2), keepdim=True).expand(len(positions), -1, -1)[:, repeat]  # [axes, S, 1]
         most = [request.max_tokens for request in batch for _ in range(request.n)]
