@@ -278,12 +278,11 @@ def get_environment(spec: str, cfg=None) -> Callable[[], Environment]:
 
 
 _MADE: dict[tuple, Callable] = {}  # tools keep their servers from step to step
-KIND = "env mcp_config tool_parser tool_timeout max_tool_result".split()
 
 
 def kind(cfg) -> tuple:
     """What environments and tools depend on: domains with the same share them, servers included."""
-    return tuple(cfg.tools), *(getattr(cfg, name) for name in KIND)
+    return tuple(cfg.tools), cfg.env, cfg.mcp_config, cfg.tool_parser, cfg.tool_timeout, cfg.max_tool_result
 
 
 def environment_maker(cfg) -> Callable[[], Environment]:

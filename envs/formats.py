@@ -101,7 +101,6 @@ FORMATS: dict[str, dict | Callable[[str, list[dict]], list[dict]]] = {
 # What stands in the chat template of a model that writes a format; the first counts.
 MARKS = {"<arg_key>": "glm45", "<function=": "xml", "<|tool_call>call:": "gemma4", "<|channel|>commentary": "harmony"}
 MARKS |= {"<tool_call>": "hermes", '"parameters": ': "llama3_json"}
-OWN_WORDS = "tags"  # its calls are described by us, in the system message, whatever the template knows
 
 # What thinking begins and ends with; the second is gpt-oss's.
 THINKING = (("<think>", "</think>"), ("<|channel|>analysis<|message|>", "<|end|>"))
@@ -200,11 +199,9 @@ def parser_for(wanted: str, processor, has_own: bool = False) -> str:
     if wanted == "auto" and (written or "tools" not in template):
         return written or "hermes"  # of which the system message says how to call
     if wanted == "auto" and has_own:
-        return OWN_WORDS
+        return "tags"
     if wanted == "auto":
-        raise ConfigError(f"--tool_parser=auto: an unknown format of calls; give my_calls.py:read, or {OWN_WORDS}.")
-    if wanted != OWN_WORDS and written not in (None, wanted):
-        raise ConfigError(
-            f"--tool_parser={wanted}: the chat template writes {written}; leave it out, or take {OWN_WORDS}."
-        )
+        raise ConfigError("--tool_parser=auto: an unknown format of calls; give my_calls.py:read, or tags.")
+    if wanted != "tags" and written not in (None, wanted):
+        raise ConfigError(f"--tool_parser={wanted}: the chat template writes {written}; leave it out, or take tags.")
     return wanted
