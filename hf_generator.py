@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -64,7 +63,15 @@ def use_decode_attention(model: torch.nn.Module) -> None:
     model.set_attn_implementation("decode")
 
 
-PLAIN = {DynamicLayer, DynamicSlidingWindowLayer}  # keys and values alone
+def has_plain_cache(model: torch.nn.Module) -> bool:
+    """Whether the model keeps keys and values alone, in transformers' plain cache. Others (of recurrent layers, or such
+    as count tokens) differ in what can be repeated, selected and padded: then all tokens are run again for each new
+    one, which is right everywhere, and slow."""
+    taken = inspect.signature(backbone(model).forward).parameters
+    if model._is_stateful or not {"past_key_values", "position_ids"} <= taken.keys():  # else it would count the padding
+        return False
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def select_sequences(cache: DynamicCache | Tensor, rows: Tensor):
@@ -95,7 +102,10 @@ class HFGenerator:
         self.random = torch.Generator(self.device)
         self.eos_ids = end_ids(model, tokenizer)
         self.never = placeholder_tokens(model.config)
-        self.backbone = backbone(model)
+        self.backbone, self.cached = backbone(model), has_plain_cache(model)
+        if not self.cached and utils.is_main():
+            name = type(model).__name__
+            print(f"--generator hf: {name} has no plain cache, so all tokens are run again for each new one: slow.")
         self.window = window_of(model.config)
         self.routing = None
         if experts_of(model.config)[0]:
@@ -175,10 +185,9 @@ class HFGenerator:
     def _flush(self) -> None:
         queue, self._queue, self._due = self._queue, [], None
         while queue := [request for request in queue if not request.future.done()]:  # without the cancelled ones
-            batch = queue[:1]
+            batch = self._together(queue)
             try:
                 with self._passes():
-                    batch = self._together(queue)
                     results = self._sample(batch, **dict(batch[0].options))
                 for request, result in zip(batch, results, strict=True):
                     request.future.set_result(result)
@@ -277,26 +286,6 @@ class HFGenerator:
         inputs = join_inputs([one.model_inputs for one in batch], self.device)
         inputs |= {name: told(name) for name in known & {*TYPES.values()}}
         return inputs | dict(input_ids=ids, attention_mask=mask, position_ids=self._axes(positions)), positions
-
-    @cached_property
-    def cached(self) -> bool:
-        """Whether the model keeps keys and values in transformers' plain cache. Others (of recurrent layers, or such as
-        count tokens) differ in what can be repeated, selected and padded: then all tokens are run again for each new
-        one, which is right everywhere, and slow."""
-        allowed = next(token for token in range(self.vocab_size) if token not in (self.never or ()))
-        inputs, _ = self._inputs([_Request([allowed] * 3, {}, 1, 1, (), None)])
-        try:
-            with self._passes():
-                cache = getattr(self.backbone(**inputs, use_cache=True), "past_key_values", None)
-        except (AttributeError, LookupError, TypeError, ValueError):  # such as Kimi-Linear without full attention
-            cache = None  # if the model itself is broken, a plain pass says so
-        plain = type(cache) is DynamicCache and {type(layer) for layer in cache.layers} <= PLAIN
-        # Else it would count the padding.
-        plain = plain and "position_ids" in inspect.signature(self.backbone.forward).parameters
-        if not plain and utils.is_main():
-            name = type(self.model).__name__
-            print(f"--generator hf: {name} has no plain cache, so all tokens are run again for each new one: slow.")
-        return plain
 
     def _axes(self, positions: Tensor) -> Tensor:
         """[axes, S, T] as the model wants it: without the first dimension if there is one axis."""
