@@ -1,7 +1,7 @@
 """What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits.
 
-    python benchmarks/simulate.py                          benchmarks/results/simulate.md: half an hour on one core
-    python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its tables, in two minutes
+    python benchmarks/simulate.py                          benchmarks/results/simulate.md: ten minutes on one core
+    python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its tables, in half a minute
 
 Takes a name of MODELS and every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank
 runs them (`--rank`): load_policy, all_logprobs, update (micro-batches, clipping, AdamW) and push_weights. torch's FSDP2
