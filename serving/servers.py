@@ -94,9 +94,9 @@ def check_model(urls: list[str], infos: list, config, window: int) -> None:
 
 
 def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: TrainConfig) -> None:
-    """Have adapters alone travel, where every server can take them; on CPUs only when asked to, as vLLM samples three
-    times slower with adapters there. Else LoRA is folded into the weights, which is said; ConfigError under --push_lora
-    adapters. Collective."""
+    """Have adapters alone travel, where every server can take them; on CPUs only when asked to, as vLLM samples ten
+    times slower or more with adapters there. Else LoRA is folded into the weights, which is said; ConfigError under
+    --push_lora adapters. Collective."""
     wanted = cfg.push_lora == "adapters" or cfg.load_in
     reason = why_not_alone(hf_model)
     if cfg.colocate:
