@@ -178,7 +178,7 @@ def test_weights_that_a_folder_lacks_are_named(sources, tmp_path):
         with expected:
             load_policy(config(headless), cpu, kind)
     minimal = dict(generator="hf", dataset_id="benchmarks/toy.py:rows", output_dir=str(tmp_path))
-    with pytest.raises(ConfigError, match="lacks weights"):
+    with pytest.raises(ConfigError, match="lacks 1 weights"):
         train_minimal.train(train_minimal.Settings(model_id=str(less), **minimal))
     with pytest.raises(ConfigError, match="is quantised"):
         train_minimal.train(train_minimal.Settings(model_id=str(sources["bnb_once"]), run_name="quantised", **minimal))
