@@ -19,7 +19,7 @@ Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 
 train_minimal.py before: the same in a third of the lines. For an idea you need not read all of this file: an advantage
 is section 5; a loss section 6, the comment before it and `micro_loss` in 7, which calls it; a rollout the beginning of
 3; an optimizer `make_optimizer`. docs/ideas.md has some that work. To take a feature out delete its import and each
-line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; two follow a line that then holds.
+line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; two follow a line that "holds without".
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -91,7 +91,7 @@ from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import divergence, rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
 from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
-from algorithms.silent import Outputs
+from algorithms.silent import TwoStageBackward
 from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats, clipped_surrogate, collate, differ
 from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
 from batch import scale_record, sequence_ratio, split_restarts, spread, start_record
@@ -198,7 +198,7 @@ def train(
             batch = collate(trajectories, pad_id, run.device, rank, step)
             # Losses divide the logits by the temperature at which the step was sampled.
             step_cfg = replace(cfg, temperature=settings_at(step, cfg).temperature)
-            metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)
+            metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)  # nothing without one
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, run.inner, step_cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
@@ -301,9 +301,9 @@ class Sampled(NamedTuple):
 #     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or one of yours:
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
-# To write one, copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=..., ...), and
-# a Trajectory of each Completion that it returns; ROLLOUTS["mine"] = mine. One of two turns is in docs/ideas.md; as an
-# environment (--env, docs/environments.md) it is eight lines.
+# To write one of two turns, or more, begin with "A question asked again" in docs/ideas.md (as an environment, --env, it
+# is eight lines); else copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=...),
+# and a Trajectory of each Completion that it returns. ROLLOUTS["mine"] = mine.
 
 
 class Collector:
@@ -377,7 +377,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
 
     versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
-    cfg = rollouts.sampled_by(row, cfg)  # the settings of the row's domain; in training its own num_generations
+    cfg = rollouts.sampled_by(row, cfg)  # in training the row's own num_generations; its domain's settings, if not yet
     functions, sampled_at = own_functions(reward_functions, cfg), [time.perf_counter()]
 
     async def sample_and_score(call_cfg: TrainConfig) -> list[Trajectory]:
@@ -512,15 +512,15 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int
     likeliest tokens (batch.teacher_top), this policy's log-probs of those become batch.top_logprobs.
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
-    # A dict for the model; rows and columns [N] of the hidden states that predict the sampled tokens; targets [N].
-    inputs, rows, columns, targets = pack(batch, cfg)
+    # A dict for the model; where in its output the hidden states are that predict the sampled tokens; these.  [N] each
+    inputs, at_rows, at_columns, targets = pack(batch, cfg)
     if batch.teacher_top is not None:  # beside the sampled token those that a teacher finds likeliest
         targets = torch.cat([targets[:, None], batch.teacher_top[where]], 1)  # [N, 1 + k]
 
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
         return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
 
-    logprobs, *others = policy(inputs, rows, columns, targets, cfg.temperature, top)  # [N] each
+    logprobs, *others = policy(inputs, at_rows, at_columns, targets, cfg.temperature, top)  # [N] each
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
     if batch.record is not None and torch.is_grad_enabled():
@@ -577,10 +577,11 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    # Statistics over "batch" are those of a domain. A rank without rows of it takes part with one that does not count.
+    # Without --domains once, and part is the batch. Statistics over "batch" are those of a domain; a rank without rows
+    # of it takes part with one that does not count.
     for domain_cfg, rows, part in by_domain(batch, cfg):
         advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
-        batch.advantages = placed(advantages, rows, batch.advantages)
+        batch.advantages = placed(advantages.to(batch.rewards.dtype), rows, batch.advantages)
         stats |= checks.metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
     return stats | sizes_of_advantages(batch)
 
@@ -769,18 +770,18 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
-    no_gradient_yet = True  # on any rank: so long a pass may do without the model's backward pass
+    no_gradient_yet = True  # passes without one skip the model's backward; once one had a gradient on a rank none may
     for number, rows in enumerate(passes):
         part, last = batch.select(rows or [0]), number + 1 == len(passes)
         if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
             part.loss_mask = part.weights = torch.zeros_like(part.loss_mask)
         with parameters.exchanging(policy, last):
-            outputs = Outputs(policy)  # calls it for the loss
+            two_stage = TwoStageBackward(policy)  # calls it for the loss
             with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
-                loss, stats = loss_of(outputs, part, cfg, counts)
-            # As loss.backward(), but for that. DDP and FSDP average gradients over ranks, and a sum is wanted; DDP does
-            # so in the last backward pass, which every rank has to make.
-            no_gradient_yet = outputs.backward(loss * utils.world_size(), may_end_early=no_gradient_yet and not last)
+                loss, stats = loss_of(two_stage, part, cfg, counts)
+            # As loss.backward(), but for what is skipped. DDP and FSDP average gradients over ranks, and a sum is
+            # wanted; DDP does so in the last backward pass, which every rank has to make.
+            no_gradient_yet = two_stage.backward(loss * utils.world_size(), may_end_early=no_gradient_yet and not last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -961,8 +962,8 @@ class Policy(nn.Module):
         log_p = logits.log_softmax(-1)  # [n, V]
         found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
         trains = torch.is_grad_enabled()
-        # Below the gather: when a chunk is recomputed in the backward pass, what comes after the last value that has a
-        # gradient is not.
+        # Last: when the backward pass recomputes a chunk, `checkpoint` stops after the last tensor that it needs, so an
+        # entropy without gradient is skipped.
         with torch.set_grad_enabled(trains and self.entropy_gradient):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import utils
 
 
-class Outputs:
+class TwoStageBackward:
     """Calls the policy for a loss, and takes the loss's gradient back through it, in two stages: first by what the
     policy returned (log-probs, entropy), which is cheap, then from there through the model."""
 
