@@ -82,7 +82,13 @@ class Batch:
         return len(self.input_ids)
 
     def select(self, rows: list[int]) -> "Batch":
-        """The given rows, cut to the longest of them."""
+        """The given rows, cut to the longest of them. Of none, the first, which counts for nothing: a rank that has
+        fewer rows or passes than others takes part in their collectives."""
+        if not rows:
+            first = self.select([0])
+            values = {name: getattr(first, name) for name in ("loss_mask", "weights", "advantages")}
+            zeros = {name: torch.zeros_like(value) for name, value in values.items() if value is not None}
+            return replace(first, stand_in=True, **zeros)
         places = utils.sent(torch.tensor(rows), self.input_ids.device)  # once, not for every field
         longest = int(self.attention_mask[places].sum(1).max())
 

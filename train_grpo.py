@@ -353,10 +353,12 @@ async def sample_rows(
         if "baselines" in needs(cfg):  # the advantage asks (section 5) for the score of a greedy completion
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
             calls.append(rollout(row, generator, reward_functions, greedy, versions))
-        (group, sampled_at), *baselines = await asyncio.gather(*calls)
+        results = await asyncio.gather(*calls)
+        group, sampled_at = results[0]
         for trajectory in group:
             trajectory.info["row_number"] = number
-        for greedy_group, _ in baselines:
+        if len(calls) > 1:
+            greedy_group, _ = results[1]
             rollouts.tell_baseline(group, greedy_group[0])
         silent = rollouts.cannot_be_shown(group, number) or (cfg.dynamic_sampling and not has_signal(group, settings))
         return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
@@ -494,10 +496,9 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0
 
     The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
     """
-    contexts, out = split_restarts(batch), []  # a row for each context of a completion; usually the same batch
-    for rows in micro_batches(contexts, cfg):  # their numbers; none where other ranks have more passes
-        # Cut to the longest of them. An empty pass takes row 0, for the collectives; what it gives is thrown away.
-        parts = compute_logprobs(policy, contexts.select(rows or [0]), cfg, top)
+    contexts, out = split_restarts(batch), []  # a row for each context of a completion (see there); usually the same
+    for rows in micro_batches(contexts, cfg):  # numbers of rows of `contexts`; none where other ranks have more passes
+        parts = compute_logprobs(policy, contexts.select(rows), cfg, top)
         out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
         for kept, values in zip(out, parts if rows else (), strict=False):
             kept[rows, : values.shape[1]] = values
@@ -561,7 +562,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     """Normalises scores, then subtracts beta * KL from each token's reward (RLHF). batch.scores stay as they were
     given; batch.shaped_scores, the sums of batch.rewards, follow. moments: by domain [count, sum, sum of squares] of
     all scores so far, and under "/rae" the mean of each role. They are brought up to date; checkpoints keep them."""
-    batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns from here on
+    batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns; shaped_scores are sums of batch.rewards
     batch.rewards = normalised(batch, cfg, moments)  # --reward_mean, --reward_std
     if cfg.advantage == "rae":
         batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
@@ -772,9 +773,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
     no_gradient_yet = True  # passes without one skip the model's backward; once one had a gradient on a rank none may
     for number, rows in enumerate(passes):
-        part, last = batch.select(rows or [0]), number + 1 == len(passes)
-        if not rows:  # this rank has fewer micro-batches than others, but takes part in their collectives
-            part.loss_mask = part.weights = torch.zeros_like(part.loss_mask)
+        part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
             two_stage = TwoStageBackward(policy)  # calls it for the loss
             with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
@@ -850,14 +849,15 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
 def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
     """log pi_old, by --old_logprobs.  [B, T]
 
-    recompute     the trainer's, before the step's first update
-    sampler       the generator's
-    interpolate   from the generator's towards log pi: half of the way for a token of weights one step old, L / (L + 1)
-                  of it for L steps (AReaL)
-    current       log pi itself, which sampler and interpolate take for tokens that no generator sampled
+    The policy's ratio is pi / pi_old, and `correction` is pi_old / mu, mu being the generator: where neither is clipped
+    their product is pi / mu in any case.
 
-    The policy's ratio is pi / pi_old, and `correction` is pi_old / the generator's: their product is pi / the
-    generator's under each of them, as far as neither is clipped. (sampler: the ratio is all of it, the correction 1.)
+    recompute     pi before the step's first update
+    sampler       mu: the ratio is pi / mu, and the correction 1
+    interpolate   from mu towards pi: half of the way for a token of weights one step old, n / (n + 1) of it for n steps
+                  (AReaL)
+    current       pi: the ratio is 1, and the correction pi / mu. sampler and interpolate take it for tokens that no
+                  generator sampled
     """
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
@@ -991,9 +991,9 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    # Empties the policy; fill(module) then gives a module memory on `device` and rank 0's values, which are broadcast:
-    # module by module, each cut into shards before the next.
-    fill = share_adapters if cfg.load_in else parameters.handed_out(policy, device)
+    # `emptied` leaves the policy without values. fill(module) gives a part of it memory on `device` and the values of
+    # rank 0, by broadcast: module by module, each cut into shards before the next.
+    fill = share_adapters if cfg.load_in else parameters.emptied(policy, device)
     if cfg.strategy == "ddp":
         fill(policy)
         if not trained or utils.world_size() == 1:

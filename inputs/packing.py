@@ -170,13 +170,7 @@ def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
     members, number = runs(batch.groups), cfg.num_minibatches
     bounds = [k * len(members) // number for k in range(number + 1)]
     parts = [sum(members[start:end], []) for start, end in zip(bounds, bounds[1:], strict=False)]
-    selected = [batch.select(rows or [0]) for rows in parts]
-    for rows, part in zip(parts, selected, strict=True):
-        if not rows:
-            part.loss_mask, part.stand_in = torch.zeros_like(part.loss_mask), True
-            if part.advantages is not None:  # a critic learns before there are any
-                part.advantages = torch.zeros_like(part.advantages)
-    return selected
+    return [batch.select(rows) for rows in parts]
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------

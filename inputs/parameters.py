@@ -36,7 +36,7 @@ def device_mesh(device: torch.device, cfg: TrainConfig) -> DeviceMesh:
 
 @contextlib.contextmanager
 def on_rank_0(what: str, everywhere: bool = False) -> Iterator[None]:
-    """The models made inside have values on rank 0, elsewhere shapes alone (torch's meta device); see `handed_out`.
+    """The models made inside have values on rank 0, elsewhere shapes alone (torch's meta device); see `emptied`.
 
     Collective. An error is raised on every rank. everywhere: they have values on all.
     """
@@ -49,7 +49,7 @@ def on_rank_0(what: str, everywhere: bool = False) -> Iterator[None]:
     raise_together(error, what)
 
 
-def handed_out(model: nn.Module, device: torch.device) -> Callable[..., None]:
+def emptied(model: nn.Module, device: torch.device) -> Callable[..., None]:
     """Empty a model that has values on rank 0; returns fill(module, recurse=True), which gives a part of it memory on
     `device` and the values that rank 0 had, on every rank. All ranks call both.
 
