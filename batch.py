@@ -19,6 +19,7 @@ from inputs.router_replay import collated
 from inputs.trajectory import stands_in, version_spans
 
 GROUPS = 2**32  # more than a rank has
+BY_ROW = "rows of "  # begins the names of sums over rows
 
 
 @dataclass
@@ -407,14 +408,17 @@ def row_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask: Tensor) -> None:
-    """Sums over the sampled tokens; of names that end in _max the largest."""
+    """Sums over the sampled tokens, of values [B] over the rows that have some; of names in _max the largest."""
     sums["tokens"] += loss_mask.sum().double()
-    for name, matrix in stats.items():
+    sums["rows"] += loss_mask.any(1).sum().double()
+    for name, values in stats.items():
+        counts = loss_mask.any(1) if values.ndim == 1 else loss_mask > 0
         if name.endswith("_max"):
-            largest = matrix.detach().double().masked_fill(loss_mask == 0, -math.inf).max()
+            largest = values.detach().double().masked_fill(~counts, -math.inf).max()
             sums[name] = torch.maximum(sums.get(name, largest), largest)
         else:
-            sums[name] += matrix.detach().where(loss_mask > 0, 0).sum(dtype=torch.float64)
+            name = f"{BY_ROW}{name}" if values.ndim == 1 else name
+            sums[name] += values.detach().where(counts, 0).sum(dtype=torch.float64)
 
 
 def returns_to_go(batch: Batch, gamma: float) -> Tensor:

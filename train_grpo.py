@@ -40,8 +40,8 @@ sub-agents, makes several of them (`split_restarts`).
 
 What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, minus those
 that `leave_out` removes; `advantages` [B, T] are 0 elsewhere; rows with the same number in `groups` [B] answer the same
-prompt, and are adjacent; `reward_components` [B, functions] are in the order of --reward_funcs, `scores` [B] their
-weighted sums (a function of weight 0 is not in it), `shaped_scores` [B] what `shape_rewards` made of those.
+prompt, and are adjacent; `reward_components` [B, functions] are in the order of --reward_funcs, before weights, 0 for
+None; `scores` [B] are their sums by --reward_weights, `shaped_scores` [B] what `shape_rewards` made of those.
 
 A run may have several data sets, its domains, with settings of their own: `cfg.of(row)` is the config of a row's
 domain, `cfg.by_domain()` are all of them. Without --domains there is one, cfg itself.
@@ -388,8 +388,9 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        work = [asyncio.ensure_future(score(played, functions, call_cfg))]  # adds to token_rewards, fills info
-        work.append(teachers.tell(played, generator, call_cfg, scored=work[0]))  # waits for work[0] if it needs scores
+        scoring = asyncio.ensure_future(score(played, functions, call_cfg))  # adds to token_rewards, fills info
+        work = [scoring]
+        work.append(teachers.tell(played, generator, call_cfg, scoring))  # waits for it, if it needs scores
         try:
             await asyncio.gather(*work)
         except RewardError as error:
@@ -497,7 +498,8 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0
     The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
     """
     contexts, out = split_restarts(batch), []  # a row for each context of a completion (see there); usually the same
-    for rows in micro_batches(contexts, cfg):  # numbers of rows of `contexts`; none where other ranks have more passes
+    # Numbers of rows of `contexts`. Of none where other ranks have more passes: ranks keep step.
+    for rows in micro_batches(contexts, cfg):
         parts = compute_logprobs(policy, contexts.select(rows), cfg, top)
         out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
         for kept, values in zip(out, parts if rows else (), strict=False):
@@ -632,7 +634,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 # its domain's cfg.) Its batch.old_logprobs are always there (`pi_old`, section 7). A row may be a part of an agent's
 # completion: row_mean [B, 1] and row_sum [B] are then of that part. What a loss returns for prompts and padding does
 # not matter; for sampled tokens it has to be finite. A statistic [B, T] or [B, 1] is logged as its mean over the tokens
-# that are learned from, one whose name ends in _max as its maximum.
+# that are learned from, one of [B] as its mean over rows that have any, one whose name ends in _max as its maximum.
+# With one update a step log_ratio is 0.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -771,7 +774,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
     sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
-    no_gradient_yet = True  # passes without one skip the model's backward; once one had a gradient on a rank none may
+    # Passes without a gradient skip the model's backward pass; once a rank had one, none is asked: ranks would wait.
+    no_gradient_yet = True
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):

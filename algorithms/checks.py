@@ -9,10 +9,12 @@ from torch import Tensor
 
 import utils
 from algorithms.distillation import check_teacher
+from batch import BY_ROW
 from config import ConfigError, TrainConfig, known_name
 from inputs.trajectory import stands_in
 
-TAKEN = {"loss", "tokens", "entropy", "lr", "grad_norm", "kl", "not_finite"}  # names of what an update logs itself
+# Names of what an update logs itself.
+TAKEN = {"loss", "tokens", "rows", "entropy", "lr", "grad_norm", "kl", "not_finite"}
 # Of Batch, if a function asks.
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 FIELDS += ("current_logprobs",)
@@ -97,16 +99,15 @@ def check_term(name: str, term: Tensor, batch) -> Tensor:
 
 
 def check_statistics(name: str, statistics: dict, batch) -> dict:
-    """The statistics themselves, if each is a value per token, or can be taken for one ([B, 1], a number)."""
+    """The statistics themselves, if each is a value per token, can be taken for one ([B, 1], a number), or is one per
+    row, [B]."""
     rows, length = batch.loss_mask.shape
     if taken := sorted(TAKEN & statistics.keys()):
         raise ValueError(f"{name} returned the statistic {taken[0]!r}, which the script logs; take another name.")
     for key, matrix in statistics.items():
         shape = tuple(matrix.shape) if isinstance(matrix, Tensor) else None
-        if shape not in ((), (1, 1), (rows, 1), (1, length), (rows, length)):
-            raise ValueError(
-                f"{name} returned the statistic {key!r} as {shape}; make it [B, T], or [B, 1] by [:, None]."
-            )
+        if shape not in ((), (rows,), (1, 1), (rows, 1), (1, length), (rows, length)):
+            raise ValueError(f"{name} returned the statistic {key!r} as {shape}; make it [B, T], or [B].")
     return statistics
 
 
@@ -165,13 +166,14 @@ def over_ranks(numbers: dict, rows: int) -> dict[str, float]:
 
 
 def means_of(total: dict[str, Tensor]) -> dict[str, float]:
-    """The "loss" and, of the statistics of a step's updates, the means over "tokens" on all ranks. total: this rank's
-    sums, a scalar each. Collective."""
+    """The "loss" and, of the statistics of a step's updates, the means over "tokens", or "rows", on all ranks. total:
+    this rank's sums, a scalar each. Collective."""
     sums = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
-    tokens, loss = sums.pop("tokens"), float(utils.all_sum(torch.tensor(sums.pop("loss"))))
+    tokens, rows, loss = sums.pop("tokens"), sums.pop("rows"), float(utils.all_sum(torch.tensor(sums.pop("loss"))))
     names = set().union(*utils.gather_objects([*sums]))  # a rank may lack one: its tokens count all the same
     lacking = {name: -math.inf if name.endswith("_max") else 0.0 for name in names}
-    means = utils.over_ranks({name: (value, tokens) for name, value in (lacking | sums).items()})
+    known = (lacking | sums).items()
+    means = utils.over_ranks({n.removeprefix(BY_ROW): (v, rows if n.startswith(BY_ROW) else tokens) for n, v in known})
     # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
     if squared := means.pop("sampling/ratio_squared", None):
         means["sampling/ess"] = means["sampling/ratio_mean"] ** 2 / squared

@@ -117,7 +117,7 @@ async def sample_turn(prompt: Prompt, most: int, generator, cfg: TrainConfig, ho
 
 
 def turn_of(sample: Completion, opened: str, processor, stops) -> dict:
-    """What is kept of a turn. begun: what the prompt has begun it with"""
+    """What is kept of a turn. opened: what the prompt has begun it with"""
     text = processor.decode(sample.token_ids)  # special tokens, too
     if sample.finish_reason == "stop" and not any(stop in text for stop in stops):
         text = processor.decode(sample.token_ids[:-1])  # without the token that ends a turn

@@ -140,6 +140,29 @@ def test_a_term_of_entropy_is_the_entropy_bonus(small, monkeypatch):
     assert sums["bonus"] > 0
 
 
+def test_a_statistic_of_rows_is_a_mean_over_them(small, monkeypatch):
+    """[B] counts completions alike, [B, 1] by their tokens; however the update is cut."""
+    cfg, policy, _, batch = small
+    batch.sampling_logprobs = batch.loss_mask * -7.0
+
+    def loss(logprobs, part, cfg):
+        lengths = part.loss_mask.sum(1)
+        return -part.advantages * logprobs, {
+            "by_row": lengths,
+            "tokens_of": lengths[:, None],
+            "longest_max": lengths,
+        }
+
+    monkeypatch.setitem(script.POLICY_LOSSES, "mine", loss)
+    lengths = batch.loss_mask.sum(1)
+    for budget in (40, 100_000):
+        settings = replace(cfg, policy_loss="mine", tokens_per_microbatch=budget)
+        means = script.checks.means_of(script.accumulate_gradients(policy, batch, settings))
+        assert means["by_row"] == pytest.approx(float(lengths[lengths > 0].mean()))
+        assert means["tokens_of"] == pytest.approx(float((lengths**2).sum() / lengths.sum()))
+        assert means["longest_max"] == float(lengths.max())
+
+
 def test_a_statistic_of_a_group_or_the_batch_is_refused_in_a_loss(small, monkeypatch):
     """Which sees a micro-batch, that may cut groups. What .prepare computes before: test_ideas_hold.py."""
     cfg, policy, inner, batch = small
