@@ -245,6 +245,8 @@ def load_hub(dataset_id: str, config: str | None, split: str):
 def load_from_function(spec: str, split: str, seed: int):
     name, arguments = with_arguments(spec)
     rows = load_function(name)(**arguments, split=split, seed=seed)
+    if rows is None:
+        raise ConfigError(f"{spec} returned None; return or yield rows, which are dicts.")
     if isinstance(rows, Rows):
         return rows
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):

@@ -45,7 +45,7 @@ def load_config(model_id: str):
     if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
         logging.disable_progress_bar()
     with loading(model_id):
-        return AutoConfig.from_pretrained(model_id)
+        return AutoConfig.from_pretrained(model_id, trust_remote_code=False)  # unset, it would ask
 
 
 def with_template_kwargs(processor, given: dict | None):

@@ -60,7 +60,7 @@ SETTINGS = [
     ("a model that is not there", {}, "--model_id {at}/model", 2, "{at}/model"),
     ("an empty folder as a model", {"model/notes.txt": ""}, "--model_id {at}/model", 2, "{at}/model"),
     ("a model with code of its own", {"model/config.json": '{"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}',
-     "model/own.py": "open('{at}/ran', 'w')"}, "--model_id {at}/model", 1, "custom code"),
+     "model/own.py": "open('{at}/ran', 'w')"}, "--model_id {at}/model", 2, "custom code"),
     ("a learning rate that breaks the weights", {}, "--learning_rate 1e38", 1, "learning_rate"),
     ("no teacher to learn from", {}, "--advantage distill", 2, "teacher"),
     ("adapters of layers that are not there", {}, "--use_peft --lora_targets q_prj", 2, "q_prj"),

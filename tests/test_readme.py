@@ -140,8 +140,8 @@ def test_optimizer_groups_of_the_docs_are_the_same_however_the_model_is_sharded(
 def test_the_check_fails_where_nothing_is_learned(tmp_path):
     """With the sign of the loss turned round."""
     text = (ROOT / "train_grpo.py").read_text(encoding="utf-8")
-    assert text.count("loss = (weights * per_token).sum()") == 1
-    (tmp_path / "wrong.py").write_text(text.replace("loss = (weights *", "loss = -(weights *"), encoding="utf-8")
+    assert text.count("loss = (part.weights * per_token).sum()") == 1
+    (tmp_path / "wrong.py").write_text(text.replace("loss = (part.weights", "loss = -(part.weights"), encoding="utf-8")
     with pytest.raises(AssertionError, match="it does not learn"):
         check(str(tmp_path / "wrong.py"), "--max_steps", "4")
 
