@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import utils
 from config import TrainConfig
-from inputs.router_replay import collated
 from inputs.trajectory import stands_in, version_spans
 
 GROUPS = 2**32  # more than a rank has
@@ -59,7 +59,7 @@ class Batch:
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
     given_scores: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
     extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
-    routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: inputs/router_replay.py
+    routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: modeling/router_replay.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
     weights: Tensor | None = None  # [B, T] what each token counts for in the loss of the update (`token_weights`)
@@ -147,7 +147,7 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
         values = [of_group.get(t.group) or 0.0 for t in trajectories]
         batch.baselines = torch.tensor(values, device=device).nan_to_num()
     batch.extras = {name: extra.to(device) for name, extra in collated_extras(trajectories, length).items()}
-    batch.routed_experts = collated([t.info.get("routed_experts") for t in trajectories], rows, length)
+    batch.routed_experts = collated_experts([t.info.get("routed_experts") for t in trajectories], rows, length)
     for name, values in collated_teacher(trajectories, length).items():
         setattr(batch, name, values.to(device))
     if any("states" in t.info for t in trajectories):
@@ -224,6 +224,18 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
             place = (row, slice(start, start + size)) if by_token else row
             tensors[name][place] = torch.tensor(value, dtype=torch.float)
     return tensors
+
+
+def collated_experts(choices: list[np.ndarray | None], rows: int, length: int) -> Tensor | None:
+    """[B, T, layers, k] int16, -1 where nothing is known, of `rows` trajectories; None if of none of them."""
+    known = next((choice for choice in choices if choice is not None), None)
+    if known is None:
+        return None
+    out = torch.full((rows, length, *known.shape[1:]), -1, dtype=torch.int16)
+    for row, choice in enumerate(choices):
+        if choice is not None:
+            out[row, : len(choice)] = torch.from_numpy(choice)
+    return out
 
 
 def collated_teacher(trajectories: list, length: int) -> dict[str, Tensor]:

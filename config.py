@@ -117,7 +117,7 @@ class TrainConfig:
     env: str | None = None  # name in ENVIRONMENTS (envs/adapters.py) or file.py:NAME; arguments: NAME?key=value
     tools: list[str] = field(default_factory=list)  # names in TOOLS (envs/tools.py) or file.py:function
     mcp_config: str | None = None  # JSON file with `mcpServers`, whose tools are added
-    tool_parser: str = "auto"  # how calls are written: auto: as the chat template does (envs/formats.py)
+    tool_parser: str = "auto"  # how calls are written: auto: as the chat template does (inputs/formats.py)
     max_turns: int = 8  # most turns of the model in one trajectory
     max_turn_length: int | None = None  # most tokens sampled per turn; unset: what max_completion_length leaves
     max_tool_result: int = 4000  # characters of a tool's result, or an environment's message, shown to the model

@@ -23,10 +23,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import utils
-from inputs.model import backbone, evaluating, experts_of, logits_of, window_of
 from inputs.prompts import end_ids
 from inputs.trajectory import Completion
 from inputs.vision import TYPES, Prompt, join_inputs, per_token, placeholder_tokens
+from modeling.model import backbone, evaluating, experts_of, logits_of, window_of
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class HFGenerator:
         self.window = window_of(model.config)
         self.routing = None
         if experts_of(model.config)[0]:
-            from inputs.router_replay import Routing
+            from modeling.router_replay import Routing
 
             self.routing = Routing(model)
         self._queue: list[_Request] = []

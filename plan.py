@@ -51,9 +51,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import utils
-from inputs.loading import load_hf_model, to_train
-from inputs.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb
 from inputs.processor import load_config
+from modeling.loading import load_hf_model, to_train
+from modeling.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb
 
 GIB = 2**30
 MARGIN = 0.12  # within which peaks are right: -6 % to +10 % of those simulated

@@ -140,7 +140,7 @@ def with_parser(cfg: TrainConfig, processor) -> TrainConfig:
     names = {}
     for own in cfg.by_domain():
         if own.env or own.tools or own.mcp_config or own.agent:
-            from envs.formats import parser_for
+            from inputs.formats import parser_for
 
             with named(own):
                 names[own.domain] = parser_for(own.tool_parser, processor, bool(own.env or own.agent))

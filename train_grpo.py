@@ -96,17 +96,18 @@ from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats,
 from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
 from batch import scale_record, sequence_ratio, split_restarts, spread, start_record
 from batch import by_turn, normalize, returns_to_go, turn_returns, whiten  # noqa: F401 - for advantages of your own
-from inputs import agreement
-from inputs import parameters, vision
-from inputs import router_replay
-from inputs.attention import packed, take_packed_rows
-from inputs.loading import autocasts, load_hf_model, share_adapters, to_train
-from inputs.model import adapter_weights, backbone, chunk_size, image_weights, logits_of
-from inputs.packing import balanced, micro_batches, minibatches, pack
-from inputs.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, walk
+from inputs import vision
 from inputs.processor import load_processor  # noqa: F401 - for after_rollout
 from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, known_scores
 from inputs.trajectory import without_failed, without_unscored
+from modeling import agreement
+from modeling import parameters
+from modeling import router_replay
+from modeling.attention import packed, take_packed_rows
+from modeling.loading import autocasts, load_hf_model, share_adapters, to_train
+from modeling.model import adapter_weights, backbone, chunk_size, image_weights, logits_of
+from modeling.packing import balanced, micro_batches, minibatches, pack
+from modeling.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, walk
 from plan import planned
 from rewards import TRAINER_STATE, RewardError, own_functions, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours

@@ -286,7 +286,7 @@ def log(folder: Path | None, step: int, values: dict[str, Tensor], metrics: dict
 
 def train(cfg: Settings) -> None:
     # What is needed once is imported here.
-    from inputs.loading import load_hf_model
+    from modeling.loading import load_hf_model
     from runlog.checkpoints import save_model
     from serving.servers import make_generator
 

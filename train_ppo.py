@@ -54,8 +54,8 @@ import train_grpo
 import utils
 from algorithms import optimizers, teachers
 from config import ConfigError
-from inputs.model import backbone
 from inputs.processor import load_config
+from modeling.model import backbone
 from runlog.log import clock
 from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, whiten
 

@@ -56,9 +56,10 @@ import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 from config import ConfigError, load_config  # noqa: E402
 from inputs import vision  # noqa: E402
-from inputs.loading import set_up_4_bits  # noqa: E402
-from inputs.parameters import move  # noqa: E402
 from inputs.processor import load_processor, takes_images  # noqa: E402
+from modeling.loading import set_up_4_bits  # noqa: E402
+from modeling.model import rope_index_of  # noqa: E402
+from modeling.parameters import move  # noqa: E402
 from plan import GIB  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
 
@@ -392,7 +393,7 @@ def picture_of(cfg: SimulateConfig, config) -> vision.Prompt | None:
     with torch.device("meta"):
         model = script.empty_policy(cfg, config).hf_model
     processor = load_processor(cfg.model_id)
-    asks = SimpleNamespace(tokenizer=processor, rope_index=vision.rope_index_of(model))
+    asks = SimpleNamespace(tokenizer=processor, rope_index=rope_index_of(model))
     row = {"prompt": "What does the picture show?", "image": tiny_vlms.picture(0, SIDE, SIDE)}
     return vision.build_prompt(row, asks, cfg)
 

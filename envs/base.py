@@ -39,8 +39,8 @@ import math
 from collections.abc import Callable
 
 from config import TrainConfig, shorten
-from envs.formats import instructions, outside_thinking, parser_of, read_calls
 from envs.tools import Tool, cut, run_calls, tools_of
+from inputs.formats import instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts
 from inputs.prompts import clean, each_text, is_vision
 from inputs.trajectory import LARGEST, TrajectoryError

@@ -44,8 +44,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from config import TrainConfig, shorten
-from envs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
 from envs.turns import Exchange, sample_turn, trajectory_of, turn_of
+from inputs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import parts_of
 from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, pattern_of, with_tools
 from inputs.trajectory import Trajectory

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from PIL import Image
 
 from config import ConfigError, function_path, known_name, load_function, shorten
-from envs.formats import Call
+from inputs.formats import Call
 from inputs.parts import PartError, parts_of
 from inputs.prompts import clean, each_text
 from safety.calls import run_limited, warn_once

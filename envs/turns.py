@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from config import TrainConfig
 from envs.base import ToolEnvironment, call_environment, checked_step, reset, state_of
-from envs.formats import outside_thinking
+from inputs.formats import outside_thinking
 from inputs.prompts import SCHEMAS, begun_in, drops_thinking, own_kwargs, with_tools
 from inputs.trajectory import (
     Completion,

@@ -1,1 +1,1 @@
-"""From rows to token ids and image tensors, and from a batch to packed forward passes."""
+"""From rows to token ids and image tensors; how calls are written in text; what a trajectory holds."""

@@ -219,13 +219,6 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: Trai
     return replace(grown, images=[*prompt.images, *files])
 
 
-def rope_index_of(hf_model) -> Callable | None:
-    """The function that gives a prompt's positions on three axes, of models that have it."""
-    from inputs.model import backbone  # here, so that an environment can be tried without torch
-
-    return getattr(backbone(hf_model), "get_rope_index", None)
-
-
 def check_echo(prompt: Prompt, samples: list) -> None:
     """The generator must have seen the prompt that is trained on; RuntimeError says where the two differ."""
     ours, theirs = prompt.token_ids, samples[0].prompt_ids

@@ -9,7 +9,7 @@ import re
 
 from published import published
 
-from envs.formats import instructions, read_calls
+from inputs.formats import instructions, read_calls
 from scoring.text import completion_text
 
 KINDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}

@@ -8,8 +8,8 @@ from torch import nn
 
 import utils
 from config import TrainConfig
-from inputs.model import experts_of
 from inputs.trajectory import Trajectory
+from modeling.model import experts_of
 
 
 def sizes(model: nn.Module) -> tuple[float, float, int]:

@@ -13,9 +13,9 @@ import rollouts
 from algorithms import optimizers, teachers
 from batch import Batch
 from config import TrainConfig, named
-from inputs import agreement, router_replay
-from inputs.model import backbone, push_bucket_mb
 from inputs.processor import load_processor, with_template_kwargs
+from modeling import agreement, router_replay
+from modeling.model import backbone, push_bucket_mb
 from rewards import get_reward_functions
 from serving import colocate
 

@@ -13,8 +13,8 @@ import time
 from functools import cache
 
 from config import shorten
-from inputs.loading import check_missing
 from inputs.prompts import adds_bos, normal, prompt_messages, tokenize
+from modeling.loading import check_missing
 from safety import http, secrets
 from safety.calls import say_once
 

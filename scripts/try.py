@@ -114,8 +114,8 @@ async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
     """What a tool answers to one call, in the environment of the row."""
     from envs import ToolEnvironment, adapters
     from envs.base import reset
-    from envs.formats import Call
     from envs.tools import run_calls
+    from inputs.formats import Call
 
     name, _, arguments = call.partition(" ")
     try:

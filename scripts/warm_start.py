@@ -51,7 +51,7 @@ from envs.adapters import put_away
 from envs.turns import play
 from inputs.processor import load_processor, with_template_kwargs
 from inputs.trajectory import Completion
-from inputs.vision import rope_index_of
+from modeling.model import rope_index_of
 from rollouts import look_at, with_parser
 from runlog import checkpoints
 

@@ -7,7 +7,7 @@ push wakes the server, which has dropped its weights.
 import torch
 
 from config import TrainConfig
-from inputs.parameters import move
+from modeling.parameters import move
 from serving import servers
 
 

@@ -9,11 +9,12 @@ from torch import nn
 
 import utils
 from config import ConfigError, TrainConfig
-from inputs import prompts, router_replay
-from inputs.loading import load_hf_model
-from inputs.model import shapes_of, why_not_alone, window_of
-from inputs.parameters import as_in_a_checkpoint
-from inputs.vision import placeholder_tokens, rope_index_of
+from inputs import prompts
+from inputs.vision import placeholder_tokens
+from modeling import router_replay
+from modeling.loading import load_hf_model
+from modeling.model import rope_index_of, shapes_of, why_not_alone, window_of
+from modeling.parameters import as_in_a_checkpoint
 from safety.calls import say_once
 from vllm_client import VLLMClient
 

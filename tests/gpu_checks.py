@@ -215,7 +215,7 @@ def attention(machine: Machine) -> str:
     """A packed row against plain rows written out, forward and backward."""
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-    from inputs.attention import PackedMask, PackedRow, attend
+    from modeling.attention import PackedMask, PackedRow, attend
 
     segments, draw = [(70, None), (50, 0), (3, 0), (77, 0), (33, None), (67, 4)], torch.Generator().manual_seed(0)
     limits = {torch.float32: machine.near, torch.bfloat16: 0.03}

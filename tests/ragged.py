@@ -7,8 +7,8 @@ import torch
 import train_grpo as script
 from batch import GROUPS
 from config import TrainConfig
-from inputs.agreement import check_policy
 from inputs.vision import Prompt
+from modeling.agreement import check_policy
 from rollouts import Trajectory
 
 SETTINGS = {  # so that tokens are chosen in a batch as small as this

@@ -13,8 +13,8 @@ import train_grpo as script
 import utils
 from config import TrainConfig
 from hf_generator import HFGenerator
-from inputs import attention
-from inputs.model import backbone, logits_of
+from modeling import attention
+from modeling.model import backbone, logits_of
 from runlog.reading import read_metrics
 
 pytestmark = pytest.mark.quick

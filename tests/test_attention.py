@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 import train_grpo as script
 from config import TrainConfig
-from inputs import loading, packing
-from inputs.attention import PackedMask, PackedRow, attend, attend_in_one_call
+from modeling import loading, packing
+from modeling.attention import PackedMask, PackedRow, attend, attend_in_one_call
 
 pytestmark = pytest.mark.quick
 

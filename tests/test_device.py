@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_grpo as script
 import train_ppo
-from inputs.attention import attend_in_one_call
 from inputs.processor import load_processor
+from modeling.attention import attend_in_one_call
 from runlog.tokens import token_columns
 from safety import calls
 

@@ -13,7 +13,7 @@ from server_fixture import make_tiny, start_server
 from test_server import logprobs, moved, push
 from transformers import AutoModelForCausalLM
 
-from inputs.parameters import as_in_a_checkpoint
+from modeling.parameters import as_in_a_checkpoint
 from vllm_client import ServerError, VLLMClient
 
 pytestmark = pytest.mark.slow

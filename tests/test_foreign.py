@@ -25,7 +25,8 @@ from inputs.processor import load_processor
 from inputs.prompts import END, clean, guard, observation_text, special_texts, tokenize
 from inputs.prompts import tokenizer_of as text_tokenizer
 from inputs.trajectory import without_failed
-from inputs.vision import TYPES, build_prompt, observed, rope_index_of
+from inputs.vision import TYPES, build_prompt, observed
+from modeling.model import rope_index_of
 from rollouts import TrajectoryError
 from runlog import rollout_metrics
 from safety import calls

@@ -16,8 +16,8 @@ import train_grpo as script
 import utils
 from config import TrainConfig
 from hf_generator import PolicyGenerator
-from inputs import agreement
 from inputs.vision import Prompt
+from modeling import agreement
 from runlog import checkpoints
 
 pytestmark = pytest.mark.slow

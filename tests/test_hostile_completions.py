@@ -5,7 +5,7 @@ import time
 import pytest
 from test_scoring import FOLLOWED
 
-from envs.formats import FORMATS, read_calls
+from inputs.formats import FORMATS, read_calls
 from rewards import REWARDS, get_reward_function
 from scoring.instructions import INSTRUCTIONS
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 import train_grpo as script
 from config import TrainConfig
-from inputs.model import dithered
+from modeling.model import dithered
 
 CPU = torch.device("cpu")
 

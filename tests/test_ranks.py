@@ -9,7 +9,7 @@ from ranks import RankError, on_ranks
 
 import train_grpo as script
 from config import TrainConfig
-from inputs.packing import balanced
+from modeling.packing import balanced
 from rollouts import Trajectory
 
 

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_generator
 import train_grpo as script
 from config import ConfigError, TrainConfig
-from inputs import packing, router_replay
 from inputs import trajectory as experts
 from inputs.trajectory import Completion
+from modeling import packing, router_replay
 
 SHAPE = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4)
 SMALL = dict(num_experts_per_tok=2, moe_intermediate_size=16)

@@ -307,7 +307,7 @@ def adapted(model, seed: int):
     """The model with LoRA of rank 4 on all linear layers, and what a push of it sends."""
     import peft
 
-    from inputs import model as lora
+    from modeling import model as lora
 
     base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     base.load_state_dict(model.state_dict())
@@ -323,7 +323,7 @@ def adapted(model, seed: int):
 @pytest.fixture
 def adapters(client, model):
     """A client whose server has the base, and takes adapters of `adapted`."""
-    from inputs import model as lora
+    from modeling import model as lora
 
     client.connect_weights("cpu")
     push(client, named(model), 0)

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from config import ConfigError
 from envs import tools
-from envs.formats import Call, read_calls
 from envs.mcp import get_tools
 from envs.tools import Tool, from_function, run_calls
 from envs.turns import play
+from inputs.formats import Call, read_calls
 from inputs.prompts import shown_by
 from rollouts import with_parser
 

@@ -11,8 +11,8 @@ import train_grpo as script
 import utils
 from algorithms.checks import with_numbers
 from config import TrainConfig
-from inputs.packing import minibatches
 from inputs.trajectory import Trajectory, empty_trajectory
+from modeling.packing import minibatches
 from runlog.rollout_metrics import rollout_metrics
 
 DOMAINS = [{"name": "short", "dataset_id": "seeds:9"}, {"name": "long", "dataset_id": "seeds:9"}]

@@ -25,9 +25,11 @@ import utils
 from config import ConfigError, TrainConfig
 from envs import Environment, agents
 from envs.turns import play
-from inputs import agreement, pictures, prompts, vision
+from inputs import pictures, prompts, vision
 from inputs.parts import PartError
 from inputs.processor import load_processor
+from modeling import agreement
+from modeling.model import rope_index_of
 from rollouts import look_at, single_turn
 from runlog import checkpoints
 from runlog.reading import read_metrics
@@ -213,7 +215,7 @@ def gradients_of_a_rank(strategy: str, folder: str) -> dict:
     rank = dist.get_rank() if world > 1 else 0
     cfg = TrainConfig(model_id=folder, strategy=strategy, compute_dtype="float32", beta=0.0)
     policy, inner = script.load_policy(cfg, torch.device("cpu"))
-    generator = SimpleNamespace(tokenizer=load_processor(folder), rope_index=vision.rope_index_of(inner.hf_model))
+    generator = SimpleNamespace(tokenizer=load_processor(folder), rope_index=rope_index_of(inner.hf_model))
     batch, found = batch_of(picture_rows(), generator, cfg), {}
     groups = batch.groups.tolist()
     batch = batch.select([row for row, group in enumerate(groups) if world == 1 or (group == 2) == (rank == 1)])

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from config import TrainConfig
-from inputs.model import folded, is_lora
+from modeling.model import folded, is_lora
 from utils import gather_objects, is_main, raise_together, world_size
 
 # ---- where they lie --------------------------------------------------------------------------------------------------

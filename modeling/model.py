@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ def backbone(hf_model: nn.Module) -> nn.Module:
             "reads; train another family."
         )
     return hf_model.base_model
+
+
+def rope_index_of(hf_model: nn.Module) -> Callable | None:
+    """The function that gives a prompt's positions on three axes, of models that have it."""
+    return getattr(backbone(hf_model), "get_rope_index", None)
 
 
 def image_weights(hf_model: nn.Module) -> list[tuple[nn.Module, str]]:

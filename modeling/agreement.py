@@ -16,10 +16,10 @@ from batch import Batch, collate
 from config import TrainConfig
 from data import LOOKED_AT
 from inputs import prompts, vision
-from inputs.attention import take_packed_rows
-from inputs.model import evaluating, replaced
 from inputs.trajectory import Trajectory, TrajectoryError
 from inputs.vision import Prompt
+from modeling.attention import take_packed_rows
+from modeling.model import evaluating, replaced
 
 TEXT = (
     "A farmer has 17 sheep and buys 8 more. Each of them gives 3 kg of wool a year, which sells for 4 dollars a "

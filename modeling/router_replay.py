@@ -15,14 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import utils
 from config import ConfigError, TrainConfig
-from inputs.model import experts_of
+from modeling.model import experts_of
 from safety.calls import warn_once
 
 
@@ -147,15 +146,3 @@ def metrics(routing: Routing | None, batch) -> dict:
         return {}
     replayed, moved = utils.all_sum(routing.differing().to(batch.input_ids.device)).tolist()
     return {"routing/differs": moved / replayed} if replayed else {}
-
-
-def collated(choices: list[np.ndarray | None], rows: int, length: int) -> Tensor | None:
-    """[B, T, layers, k] int16, -1 where nothing is known, of `rows` trajectories; None if of none of them."""
-    known = next((choice for choice in choices if choice is not None), None)
-    if known is None:
-        return None
-    out = torch.full((rows, length, *known.shape[1:]), -1, dtype=torch.int16)
-    for row, choice in enumerate(choices):
-        if choice is not None:
-            out[row, : len(choice)] = torch.from_numpy(choice)
-    return out
