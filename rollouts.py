@@ -118,7 +118,7 @@ def check_rollout(cfg: TrainConfig) -> None:
         flags = "--agent, --env, --tools and --mcp_config"
         raise ConfigError(f"--rollout {cfg.rollout}: {flags} as they are make it {wanted}; leave --rollout out.")
     if cfg.agent:
-        from envs.agents import check_agent
+        from agentic.agents import check_agent
 
         check_agent(cfg)
     if cfg.on_rewrite == "fork" and (cfg.teacher_urls or cfg.teacher_prompt):
@@ -175,9 +175,9 @@ async def each_alone(play_one: Callable, rows: list[dict], cfg: TrainConfig) -> 
 
 
 async def agent(rows: list[dict], generator, cfg: TrainConfig) -> list[Trajectory]:
-    """Programs of others, which ask the model by OpenAI's API (envs/agents.py): as many at once as --agent_concurrency
-    says."""
-    from envs import agents
+    """Programs of others, which ask the model by OpenAI's API (agentic/agents.py): as many at once as
+    --agent_concurrency says."""
+    from agentic import agents
 
     return await each_alone(lambda row, n: agents.play(row, n, generator, cfg), rows, cfg)
 

@@ -32,7 +32,7 @@ the trajectory without a step. `state()` lets --advantage gigpo compare turns th
 called at the end, however it ends; with `pooled = True` an instance is reset and played again instead. `tools` is what
 the model can call ({name: Tool}); most environments have none and read the text.
 
-`python -m envs.playing --env NAME --policy random` plays one without model, server or torch.distributed.
+`python scripts/play.py --env NAME --policy random` plays one without model, server or torch.distributed.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Several turns, token in, token out: what was sampled is never decoded and tokenised again.
 
 play            the model and an environment, or tools, by turns
-trajectory_of   what has come of any exchanges between a model and what answers it; agents' too (recorder.py)
+trajectory_of   what has come of any exchanges between a model and what answers it; agents' too (agentic/recorder.py)
 """
 
 import functools

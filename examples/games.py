@@ -1,7 +1,7 @@
 """FrozenLake and Sokoban, made from a seed and always solvable, and rows for games: a seed each, held-out ones never
 met in training. What the prompt says is the environment's matter.
 
-    python -m envs.playing --env frozenlake --policy random        # play one first: no model, no server
+    python scripts/play.py --env frozenlake --policy random        # play one first: no model, no server
     ... --env frozenlake --dataset_id examples/games.py:rows       # also sokoban, gymnasium?id=..., textarena?id=...
 
 The reward is the environment's, turn by turn. Watch rewards/environment/success, valid and effective. frozenlake.py and

@@ -45,8 +45,9 @@ from dataclasses import replace
 import data
 import train_grpo as script
 import utils
+from agentic import agents
 from config import function_path, load_function
-from envs import adapters, agents
+from envs import adapters
 from envs.adapters import put_away
 from envs.turns import play
 from inputs.processor import load_processor, with_template_kwargs

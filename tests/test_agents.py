@@ -16,9 +16,9 @@ from test_turns import tokenizer_of
 from tiers import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentic import agents
+from agentic.recorder import Conversation, read_answer, recorder
 from config import TrainConfig
-from envs import agents
-from envs.recorder import Conversation, read_answer, recorder
 from inputs.trajectory import Completion, TrajectoryError
 from rollouts import trajectory_fault
 from runlog.reading import read_metrics

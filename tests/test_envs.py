@@ -157,7 +157,8 @@ def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):
 def test_played_from_the_command_line(tmp_path):
     """Without torch, model or server."""
     code = (
-        "import sys, envs.playing; assert not {'torch', 'transformers', 'vllm'} & {*sys.modules}; envs.playing.main()"
+        "import sys; sys.path.insert(0, 'scripts')\nimport play\n"
+        "assert not {'torch', 'transformers', 'vllm'} & {*sys.modules}\nplay.main()"
     )
     flags = ["--env", "frozenlake", "--policy", "random", "--episodes", "3"]
     run = dict(capture_output=True, text=True, timeout=120)
@@ -168,7 +169,7 @@ def test_played_from_the_command_line(tmp_path):
         "    def look(self) -> str:\n        'Looks around.'\n        return 'a red door'\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "envs.playing", "--env", f"{tmp_path}/look.py:Look", "--policy", "hand"]
+    command = [sys.executable, "scripts/play.py", "--env", f"{tmp_path}/look.py:Look", "--policy", "hand"]
     said = '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nA door.\n'
     done = subprocess.run(command, input=said, cwd=ROOT, **run)
     assert done.returncode == 0 and "[tool] a red door" in done.stdout, done.stderr

@@ -168,7 +168,7 @@ def test_files_of_the_readme_run_and_their_metrics_are_explained(tmp_path):
         assert run.end() == 0, run.text
     seen = {name for line in read_metrics(tmp_path / "agent") for name in line} - {"step"}
     assert "agent/rows" in seen and not {name for name in seen if not any(re.fullmatch(p, name) for p in known)}
-    play = [sys.executable, "-m", "envs.playing", "--env", f"{tmp_path}/my_env.py:Guess", "--policy", "random"]
+    play = [sys.executable, "scripts/play.py", "--env", f"{tmp_path}/my_env.py:Guess", "--policy", "random"]
     done = subprocess.run(play, cwd=ROOT, capture_output=True, text=True, timeout=100, encoding="utf-8")
     assert done.returncode == 0 and "mean reward" in done.stdout, done.stderr
 

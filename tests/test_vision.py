@@ -22,8 +22,9 @@ from tiny_vlms import batch_of, picture, picture_rows
 
 import train_grpo as script
 import utils
+from agentic import agents
 from config import ConfigError, TrainConfig
-from envs import Environment, agents
+from envs import Environment
 from envs.turns import play
 from inputs import pictures, prompts, vision
 from inputs.parts import PartError

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import psutil
 
+from agentic.recorder import Conversation, recorder
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
 from envs.base import limited, read_score
-from envs.recorder import Conversation, recorder
 from envs.tools import places
 from inputs.trajectory import Trajectory, TrajectoryError
 from safety.calls import plain

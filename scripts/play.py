@@ -1,17 +1,21 @@
-"""One environment, without model, server or torch: python -m envs.playing --env NAME --policy random"""
+"""One environment, without model, server or torch: python scripts/play.py --env NAME --policy random"""
 
 import asyncio
 import random
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
-from config import ConfigError, TrainConfig, parse_args
-from data import load_rows
-from envs import adapters
-from envs.base import call_environment, checked_step, reset
-from envs.turns import judged
-from inputs.parts import text_of_parts
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import ConfigError, TrainConfig, parse_args  # noqa: E402
+from data import load_rows  # noqa: E402
+from envs import adapters  # noqa: E402
+from envs.base import call_environment, checked_step, reset  # noqa: E402
+from envs.turns import judged  # noqa: E402
+from inputs.parts import text_of_parts  # noqa: E402
 
 CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
 
@@ -25,7 +29,7 @@ def by_hand(environment) -> str:
     try:
         return input("\nyou: ")
     except EOFError:
-        raise SystemExit("\nenvs.playing: the input has ended, the game has not") from None
+        raise SystemExit("\nplay.py: the input has ended, the game has not") from None
 
 
 def show(messages: list[dict]) -> None:
@@ -82,7 +86,7 @@ def main() -> None:
             row = {"seed": cfg.seed + episode} | rows[episode % len(rows)]
             rewards.append(asyncio.run(watch(make(), policy, row, cfg)))
     except ConfigError as error:
-        raise SystemExit(f"envs.playing: error: {error}") from None
+        raise SystemExit(f"play.py: error: {error}") from None
     given = [reward for reward in rewards if reward is not None]
     mean = f"{statistics.fmean(given):.3f}" if given else "none"
     print(f"mean reward of {len(given) or len(rewards)} trajectories: {mean}")
