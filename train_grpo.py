@@ -111,14 +111,14 @@ from modeling.parameters import clean_name, full, gathered, move_towards, parame
 from plan import planned
 from rewards import TRAINER_STATE, RewardError, own_functions, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
-from runlog import checkpoints, resume
 from runlog import gpu
 from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
 from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, rollout_metrics
-from runlog.setup import first_push, settled
 from runlog.tokens import write_vocabulary
-from serving import colocate
-from serving.servers import make_generator
+from saving import checkpoints, resume
+from startup import colocate
+from startup.servers import make_generator
+from startup.setup import first_push, settled
 # isort: on
 
 # ==== 1 the loop =====================================================================================================

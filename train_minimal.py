@@ -287,8 +287,8 @@ def log(folder: Path | None, step: int, values: dict[str, Tensor], metrics: dict
 def train(cfg: Settings) -> None:
     # What is needed once is imported here.
     from modeling.loading import load_hf_model
-    from runlog.checkpoints import save_model
-    from serving.servers import make_generator
+    from saving.checkpoints import save_model
+    from startup.servers import make_generator
 
     if cfg.num_generations < 2:
         raise ConfigError(f"--num_generations={cfg.num_generations}: completions are compared; give 2 or more.")

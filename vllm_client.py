@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from inputs.pictures import encode_image
 from inputs.trajectory import Completion
 from safety import http, secrets
 from serving import wire
@@ -65,15 +66,6 @@ class ServerError(RuntimeError):
 
 
 BASE = "default"  # vLLM's label of the weights that a server was started with
-
-
-def encode_image(image) -> str:
-    """A data: URL of an image file given as bytes, or of a PIL image, as PNG: the server decodes the same pixels."""
-    if not isinstance(image, bytes):
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        image = buffer.getvalue()
-    return "data:image/png;base64," + base64.b64encode(image).decode()  # vLLM looks at the bytes, not at the type
 
 
 def join_vllm(about: dict, device: torch.device):

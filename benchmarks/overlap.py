@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 from orphans import ends_with_us  # noqa: E402
 from server_fixture import free_port  # noqa: E402
 
-from runlog.reading import read_metrics  # noqa: E402
+from runfiles.reading import read_metrics  # noqa: E402
 
 MODEL, FOLDER = "models/SmolLM2-135M-Instruct", ROOT / "runs" / "overlap"
 COMMON = (

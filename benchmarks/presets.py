@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from orphans import ends_with_us  # noqa: E402
 
-from runlog.reading import read_metrics  # noqa: E402
+from runfiles.reading import read_metrics  # noqa: E402
 
 STEPS = 30
 EQUAL = 3072  # tokens at which rewards are compared: 12 steps without resampling

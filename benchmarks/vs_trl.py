@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 from orphans import ends_with_us  # noqa: E402
 from server_fixture import start_server  # noqa: E402
 
-from runlog.reading import read_metrics  # noqa: E402
+from runfiles.reading import read_metrics  # noqa: E402
 
 RUN_LIMIT = 1800  # seconds a run may take; the limit a hung one is ended by
 

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from orphans import ends_with_us  # noqa: E402
 
 from config import ConfigError, load_config, load_yaml, words_of  # noqa: E402
-from runlog.reading import held_out  # noqa: E402
+from runfiles.reading import held_out  # noqa: E402
 
 MADE = {  # models that need no hub, and what makes them
     "models/SmolLM2-135M-Instruct": ["scripts/make_models.py", "smollm2"],

@@ -1,7 +1,7 @@
 """A picture, in any form in which a row, a tool, an environment or a request gives it, as upright RGB of 8 bits.
 
 Trainer and server read with the same function, so both see the same pixels. What cannot be read is a PartError,
-which says why.
+which says why. What a server is sent is made here, too.
 """
 
 import base64
@@ -127,3 +127,12 @@ def opened_value(value):
         return None if value is None else open_image(value)[0]
     except Exception:  # of Pillow: load_image says it
         return value
+
+
+def encode_image(image) -> str:
+    """A data: URL of an image file given as bytes, or of a PIL image, as PNG: the server decodes the same pixels."""
+    if not isinstance(image, bytes):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        image = buffer.getvalue()
+    return "data:image/png;base64," + base64.b64encode(image).decode()  # vLLM looks at the bytes, not at the type

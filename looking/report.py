@@ -16,8 +16,8 @@ from urllib.parse import urlencode
 
 from looking.runs import Run, plain
 from looking.told import described
-from runlog import samples
-from runlog.storable import whole
+from runfiles import samples
+from runfiles.storable import whole
 
 PAGE = Path(__file__).parent / "page"
 TOKENS = 2000  # of a trajectory

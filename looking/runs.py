@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from runlog.reading import SOLVED, Curves, is_evaluation, is_number, some_lines
+from runfiles.reading import SOLVED, Curves, is_evaluation, is_number, some_lines
 
 MARKS = {"metrics.jsonl", "state.json", "config.json"}  # one of them makes a folder a run
 RECENT = 20  # lines by whose seconds the rest of a run is estimated

@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from config import ConfigError
 from looking.runs import Gone, Run, Runs, plain
 from looking.told import described, standing_out
-from runlog import samples
+from runfiles import samples
 
 PAGE = Path(__file__).parent / "page"
 TRY = Path(__file__).parent.parent / "scripts" / "try.py"

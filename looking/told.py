@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from looking.runs import Run
-from runlog import advice
-from runlog.reading import SOLVED, Curves, panels
+from runfiles import advice
+from runfiles.reading import SOLVED, Curves, panels
 
 
 def described(runs: list[Run], axis: str) -> dict:

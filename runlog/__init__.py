@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, completions, checkpoints, the report."""
+"""What a run leaves behind: metrics, completions, what trackers get."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runlog.storable import write_table
+from runfiles.storable import write_table
 
 HALF_MAX = 65504.0
 

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 
 from config import ConfigError, public_config, require
-from runlog.reading import is_own, readable_prompt
-from runlog.storable import visible
+from runfiles.reading import is_own, readable_prompt
+from runfiles.storable import visible
 
 # Trackers are optional packages, imported where one is opened.
 

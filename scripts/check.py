@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from forks import Fork, get_ready, places  # noqa: E402
 from orphans import ends_with_us  # noqa: E402
 
-from runlog.reading import read_metrics  # noqa: E402
+from runfiles.reading import read_metrics  # noqa: E402
 
 LEARNED = 0.5
 TASK = "--generator hf --compute_dtype float32 --max_prompt_length 64 --seed 0 --print_samples_every 0"

@@ -33,8 +33,8 @@ import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
 import utils  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
+from runfiles.reading import read_metrics  # noqa: E402
 from runlog import gpu as counts  # noqa: E402
-from runlog.reading import read_metrics  # noqa: E402
 
 OUT = Path(os.environ.get("OUT") or "/tmp/gpu_day").resolve()
 SCRATCH = Path("/tmp/gpu_day_scratch")  # models and runs, which do not come back

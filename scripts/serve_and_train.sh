@@ -130,7 +130,7 @@ fi
 
 python - "runs/$name" <<'PY'
 import sys
-from runlog.reading import held_out
+from runfiles.reading import held_out
 
 print("\nheld-out rows, never trained on, before and after:")
 for metric, values in held_out(sys.argv[1]).items():

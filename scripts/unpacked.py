@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from config import TrainConfig  # noqa: E402
 from inputs.processor import load_processor  # noqa: E402
-from runlog.checkpoints import save_model  # noqa: E402
+from saving.checkpoints import save_model  # noqa: E402
 from train_grpo import load_hf_model  # noqa: E402
 
 

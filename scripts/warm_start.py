@@ -54,7 +54,7 @@ from inputs.processor import load_processor, with_template_kwargs
 from inputs.trajectory import Completion
 from modeling.model import rope_index_of
 from rollouts import look_at, with_parser
-from runlog import checkpoints
+from saving import checkpoints
 
 
 class Demonstrator:

@@ -1,1 +1,1 @@
-"""The server's side of weight pushes, and what may reach it."""
+"""Servers: both ends of a weight push, and how a teacher's are asked."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from config import ConfigError
+from inputs.pictures import encode_image
 from safety import http
-from vllm_client import encode_image
 
 PIECE = 1024  # tokens of the vocabulary that are compared at a time
 

@@ -37,7 +37,7 @@ import train_grpo as script  # noqa: E402
 import train_ppo  # noqa: E402
 from config import TrainConfig, load_config  # noqa: E402
 from rollouts import Trajectory  # noqa: E402
-from runlog.reading import PHASES, read_metrics  # noqa: E402
+from runfiles.reading import PHASES, read_metrics  # noqa: E402
 
 TINY, SMOLLM = ROOT / "models" / "tiny", ROOT / "models" / "SmolLM2-135M-Instruct"
 CPU = torch.device("cpu")

@@ -76,7 +76,7 @@ MUTANTS = {
     "one_step_staler": ("train_async.py", "g.born < step - cfg.max_staleness]",
                         "g.born < step - cfg.max_staleness - 1]", "async -k bounded"),
     "lora_scale_lost": ("modeling/model.py", "alpha=layer.scaling[name]", "alpha=1.0", "loading -k reaches"),
-    "adam_forgotten": ("runlog/checkpoints.py", 'if "optimizer" in state[name]:', "if False:", "resume -k PPO"),
+    "adam_forgotten": ("saving/checkpoints.py", 'if "optimizer" in state[name]:', "if False:", "resume -k PPO"),
 }  # fmt: skip
 
 

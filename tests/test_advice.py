@@ -4,8 +4,8 @@ import pytest
 from made_runs import make_run
 
 from looking.runs import Run
-from runlog import advice
-from runlog.reading import Curves
+from runfiles import advice
+from runfiles.reading import Curves
 
 pytestmark = pytest.mark.quick
 

@@ -21,7 +21,7 @@ from agentic.recorder import Conversation, read_answer, recorder
 from config import TrainConfig
 from inputs.trajectory import Completion, TrajectoryError
 from rollouts import trajectory_fault
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from vllm_client import VLLMClient
 
 CALL = '<tool_call>{"name":"add","arguments": {"a": 2,  "b": 3}}</tool_call>'  # blanks as no template writes them

@@ -15,7 +15,7 @@ from config import TrainConfig
 from hf_generator import HFGenerator
 from modeling import attention
 from modeling.model import backbone, logits_of
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 pytestmark = pytest.mark.quick
 

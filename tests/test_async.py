@@ -14,7 +14,7 @@ from live import EVEN, ROOT, SMALL, running, trainer
 
 import train_async
 from config import ConfigError
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from train_async import Ahead, TrainConfig
 
 

@@ -8,7 +8,7 @@ import pytest
 from live import ROOT
 
 from config import TrainConfig, load_config
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 TOY = ROOT / "benchmarks" / "toy.py"
 MOST = {"teachers": 4, "colocate": 4, "gpu": 3, "agreement": 2, "router_replay": 5}  # lines, the import among them

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from live import running, trainer
 
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 TASKS = """
 def plain(split, seed):

@@ -13,7 +13,7 @@ import train_grpo as script
 from config import ConfigError, TrainConfig
 from envs.adapters import environment_maker, get_environment
 from examples.games import FrozenLake
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,7 +17,7 @@ from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
 from config import TrainConfig, load_config, load_function, words_of
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from vllm_client import Completion
 
 ROOT = Path(__file__).parent.parent

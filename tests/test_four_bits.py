@@ -18,7 +18,7 @@ from config import TrainConfig
 from hf_generator import PolicyGenerator
 from inputs.vision import Prompt
 from modeling import agreement
-from runlog import checkpoints
+from saving import checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_grpo as script
 from config import ConfigError, TrainConfig
 from hf_generator import HFGenerator
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(20, 20 + 7 * n, 7)) for n in (3, 11, 6, 19, 6)]

@@ -8,7 +8,7 @@ import pandas
 import pytest
 from live import EVEN, ROOT, SMALL, running, trainer
 
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 PAGE = (ROOT / "docs" / "ideas.md").read_text(encoding="utf-8")
 KNOB = "# A knob of your own:"

@@ -20,9 +20,9 @@ from algorithms.checks import with_numbers
 from batch import collate
 from config import ConfigError, TrainConfig, load_config
 from inputs.trajectory import Trajectory, empty_trajectory
-from runlog import checkpoints
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from runlog.rollout_metrics import rollout_metrics
+from saving import checkpoints
 
 CPU, ROOT = torch.device("cpu"), Path(__file__).parent.parent
 TOY = ROOT / "benchmarks" / "toy.py"

@@ -18,7 +18,7 @@ import look
 from config import ConfigError
 from looking.runs import Runs
 from looking.server import ANSWERS, make_app
-from runlog import samples
+from runfiles import samples
 
 pytestmark = pytest.mark.quick
 

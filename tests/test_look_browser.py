@@ -12,7 +12,7 @@ from made_runs import completions_table, make_run, write_step
 from playwright import sync_api
 
 from looking.report import write_report
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2>'\"><b>bold</b>"
 ODD = f"{EVIL}\x1b[31mred \u202egnp.exe zero\u200bwidth\u2066 \ufeff\x00 {{{{7*7}}}} %3Cb%3E"

@@ -19,7 +19,7 @@ from inputs.trajectory import Completion
 from looking.runs import Run
 from rewards import completion_text
 from rollouts import Trajectory
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 TOY = ROOT / "benchmarks" / "toy.py"
 CPU = torch.device("cpu")

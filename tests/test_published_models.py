@@ -16,7 +16,7 @@ from server_fixture import make_tiny
 import train_minimal
 from algorithms import teachers
 from config import ConfigError, TrainConfig
-from runlog import checkpoints
+from saving import checkpoints
 from scoring import reward_model
 from train_grpo import Policy, load_frozen, load_hf_model, load_policy, load_reference, saved_weights
 from train_ppo import Critic

@@ -19,7 +19,7 @@ import train_grpo
 import train_ppo
 from algorithms import optimizers
 from config import ConfigError, load_config
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 
 PAGES = sorted(
     [

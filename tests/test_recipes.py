@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from config import ConfigError, TrainConfig, load_function
 from inputs.vision import build_prompt
 from rewards import get_reward_function
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from safety import sandbox
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ from live import EVEN, SMALL, running, trainer
 from tiers import by_default
 
 from config import ConfigError
-from runlog import checkpoints
+from saving import checkpoints
 from train_grpo import Trajectory
 
 STEPS = 6

@@ -20,7 +20,7 @@ from ranks import on_ranks
 from server_fixture import make_tiny
 from transformers import AutoModelForCausalLM
 
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from vllm_client import VLLMClient
 
 

@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import vllm_server
 from config import ConfigError, TrainConfig
 from safety import http, secrets
-from serving import servers, wire
+from serving import wire
+from startup import servers
 from vllm_client import ServerError, VLLMClient
 
 PROMPT = [5, 6, 7, 8]

@@ -11,7 +11,7 @@ from tiers import by_default
 
 import train_ppo
 from config import PRESETS, TrainConfig
-from runlog.reading import read_metrics
+from runfiles.reading import read_metrics
 from train_grpo import train
 
 TOY = ROOT / "benchmarks" / "toy.py"

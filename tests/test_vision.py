@@ -28,13 +28,13 @@ from envs import Environment
 from envs.turns import play
 from inputs import pictures, prompts, vision
 from inputs.parts import PartError
+from inputs.pictures import encode_image
 from inputs.processor import load_processor
 from modeling import agreement
 from modeling.model import rope_index_of
 from rollouts import look_at, single_turn
-from runlog import checkpoints
-from runlog.reading import read_metrics
-from vllm_client import encode_image
+from runfiles.reading import read_metrics
+from saving import checkpoints
 
 # Positions along three axes and packed patches; images that see themselves in both directions, two kinds of attention.
 FAMILIES = [

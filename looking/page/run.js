@@ -81,7 +81,7 @@ export function runView(content, parameters, signal) {
     const about = [run.model, run.task, run.algorithm, data.stride > 1 && `curves show one step of ${data.stride}`];
     head.replaceChildren(said(about.filter(Boolean).join(" · "), { class: "dim" }, "p"), h("div", { class: "tiles" }, tiles(run)));
     notes.replaceChildren(h("h2", {}, "What stands out"), ...(data.notes.length ? data.notes.map(noteOf)
-      : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runlog/advice.py know; most of them need 8 steps.")]));
+      : [h("p", { class: "dim" }, "Nothing that the rules of thumb in runfiles/advice.py know; most of them need 8 steps.")]));
     if (settings.firstChild) return;
     const texts = Object.entries(data.texts).filter(([, text]) => text);
     settings.append(h("h2", {}, "Details"),

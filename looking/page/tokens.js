@@ -50,7 +50,7 @@ function tokenNode(side, place) {
   return made;
 }
 
-/** The view as an element. data: `tokens` of runlog/samples.py. chosen: the quantity to begin with; onChoice(name): called with another one. */
+/** The view as an element. data: `tokens` of runfiles/samples.py. chosen: the quantity to begin with; onChoice(name): called with another one. */
 export function tokenView(data, chosen, onChoice = () => {}) {
   const side = data.completion;
   const count = side.ids.length;

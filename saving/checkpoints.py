@@ -37,7 +37,7 @@ from transformers import GenerationConfig
 
 import utils
 from config import ConfigError
-from runlog.storable import text_of
+from runfiles.storable import text_of
 
 FORMAT = 2
 

@@ -17,7 +17,7 @@ from inputs.processor import load_processor, with_template_kwargs
 from modeling import agreement, router_replay
 from modeling.model import backbone, push_bucket_mb
 from rewards import get_reward_functions
-from serving import colocate
+from startup import colocate
 
 
 def settled(

@@ -1,4 +1,4 @@
-"""What log.py has written, read back: lines of metrics.jsonl, and these as curves in panels, for report and page.
+"""What runlog/log.py has written, read back: lines of metrics.jsonl, and these as curves in panels.
 
 PANELS says what belongs together. A metric that no panel names has one of its own.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from config import ConfigError
 from inputs.parts import transcript
-from runlog.storable import text_of
+from runfiles.storable import text_of
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
-# Columns of completions/*.parquet that log.py makes itself.
+# Columns of completions/*.parquet that runlog/log.py makes itself.
 KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
 KNOWN |= {"domain", "policy_version", "length", "prompt_ids", "token_ids", "picture"}
 

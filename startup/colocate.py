@@ -8,7 +8,7 @@ import torch
 
 from config import TrainConfig
 from modeling.parameters import move
-from serving import servers
+from startup import servers
 
 
 def home(cfg: TrainConfig, device: torch.device) -> torch.device:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from runlog.reading import SOLVED, Curves, domains
+from runfiles.reading import SOLVED, Curves, domains
 
 RECENT = 10  # steps that "now" is the mean of; of a short run its last third
 ENOUGH = 8  # steps before there is anything to say about a trend

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import utils
 from config import ConfigError, TrainConfig, public_config
-from runlog import checkpoints
 from runlog.log import claim_run, code_files, package_versions
+from saving import checkpoints
 
 # These change where and how a run goes on, but nothing that is sampled or learned.
 FREE = (

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runlog.reading import is_own, readable_prompt
+from runfiles.reading import is_own, readable_prompt
 
 KINDS = ("completions", "evaluations")
 TOKEN_COLUMNS = ("trained", "advantage", "weight", "logprob", "entropy", "sampler_logprob", "teacher_logprob")

@@ -1,0 +1,1 @@
+"""Checkpoints: written, read, and a run that goes on from one."""
