@@ -32,7 +32,7 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from safety import secrets
+from network import secrets
 
 
 class ConfigError(ValueError):
@@ -473,7 +473,7 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
 
 def load_config(cls: type = TrainConfig, argv: list[str] | None = None, description: str | None = None):
     """Defaults < --preset < --config < command line, converted and checked. Raises ConfigError."""
-    from safety import http
+    from network import http
 
     parser, hints = build_parser(cls, description), typing.get_type_hints(cls)
     known = [f.name for f in flags(cls)]

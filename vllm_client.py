@@ -37,7 +37,7 @@ from torch import Tensor
 
 from inputs.pictures import encode_image
 from inputs.trajectory import Completion
-from safety import http, secrets
+from network import http, secrets
 from serving import wire
 
 

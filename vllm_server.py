@@ -33,7 +33,7 @@ import traceback
 
 import psutil
 
-from safety import secrets
+from network import secrets
 
 # vLLM takes seconds, and reads the environment when it is imported: mistakes answer before that.
 

@@ -30,7 +30,7 @@ from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import is_vision, prompt_ids
 from inputs.trajectory import Trajectory, TrajectoryError
 from inputs.vision import Prompt, vision_prompt
-from safety import secrets
+from network import secrets
 from safety.calls import run_limited, say_once, unread
 from serving.teacher import TeacherError, TeacherServers
 

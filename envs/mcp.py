@@ -20,7 +20,7 @@ from pathlib import Path
 from config import ConfigError, require
 from envs.tools import Tool, named_tools
 from inputs.parts import text_part
-from safety import secrets
+from network import secrets
 from safety.calls import AT_END, shared_loop, warn_once
 from safety.sandbox import check_contained
 

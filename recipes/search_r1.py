@@ -9,8 +9,8 @@ import os
 
 from published import published
 
+from network import http
 from rewards import completion_text
-from safety import http
 from scoring.answers import squad_em
 from scoring.text import tagged
 

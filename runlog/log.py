@@ -38,11 +38,11 @@ from rich.console import Console
 from config import ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
 from inputs.trajectory import calls_in
+from network import secrets
 from runfiles import advice
 from runfiles.reading import Curves, phases, read_metrics, readable_prompt, some_lines
 from runfiles.storable import flat, storable, text_of, visible, whole, write_table
 from runlog import tokens
-from safety import secrets
 
 KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get

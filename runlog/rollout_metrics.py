@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 import utils
 from config import TrainConfig
 from inputs.trajectory import RowError, Trajectory, calls_in, is_scored, stands_in
+from network.http import origin
 from safety.calls import warn_once
-from safety.http import origin
 
 Numbers = dict[str, float | list[float]]  # of one trajectory, or of a prompt's
 COUNTS = ("reward_timeouts", "unrewarded", "reward_without_token")  # in the info of a trajectory

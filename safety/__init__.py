@@ -1,1 +1,1 @@
-"""Bounds for code and text of others: time limits, the sandbox, secrets."""
+"""Bounds for code and text of others: time limits, the sandbox."""

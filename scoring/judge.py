@@ -4,7 +4,7 @@ Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there
 
 A judge's answer ends by itself, and its last line is `Score: N`, or JSON that ends with `"score": N}`; N from 0 to 10.
 What does not fit is asked for once more. After that, and where the server gives no answer within the reward's time
-limit (safety/http.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
+limit (network/http.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
 completions shows what was said.
 """
 
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from inputs.parts import transcript
-from safety import http, secrets
+from network import http, secrets
 from safety.calls import warn_once
 from scoring.text import completion_text
 

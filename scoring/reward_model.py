@@ -15,7 +15,7 @@ from functools import cache
 from config import shorten
 from inputs.prompts import adds_bos, normal, prompt_messages, tokenize
 from modeling.loading import check_missing
-from safety import http, secrets
+from network import http, secrets
 from safety.calls import say_once
 
 # torch and transformers are imported where a model is loaded: one that is served needs no torch.

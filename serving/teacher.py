@@ -21,7 +21,7 @@ from torch import Tensor
 
 from config import ConfigError
 from inputs.pictures import encode_image
-from safety import http
+from network import http
 
 PIECE = 1024  # tokens of the vocabulary that are compared at a time
 

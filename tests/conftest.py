@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from server_fixture import make_tiny, start_server
 
-from safety import secrets
+from network import secrets
 
 # The same examples each time, and no limit of seconds for one: whether a test passes follows from the code alone.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)

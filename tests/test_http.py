@@ -1,4 +1,4 @@
-"""JSON over HTTP, as judges, tools and clients ask (safety/http.py), and secrets (safety/secrets.py)."""
+"""JSON over HTTP, as judges, tools and clients ask (network/http.py), and secrets (network/secrets.py)."""
 
 import json
 import ssl
@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from config import TrainConfig, load_config, public_config
-from safety import http, secrets
+from network import http, secrets
 
 pytestmark = pytest.mark.quick
 

@@ -23,7 +23,7 @@ from envs import mcp
 from envs.adapters import environment_maker
 from envs.mcp import get_tools
 from envs.tools import Call, run_calls
-from safety import secrets
+from network import secrets
 from safety.calls import run_limited
 
 START = 60.0  # seconds a server may take to start

@@ -17,9 +17,9 @@ from PIL import Image
 from config import ConfigError, TrainConfig
 from inputs.trajectory import Trajectory
 from looking.report import write_report
+from network.secrets import learn
 from runlog import rollout_metrics
 from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run
-from safety.secrets import learn
 
 pytestmark = pytest.mark.quick
 

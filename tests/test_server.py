@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vllm_server
 from config import ConfigError, TrainConfig
-from safety import http, secrets
+from network import http, secrets
 from serving import wire
 from startup import servers
 from vllm_client import ServerError, VLLMClient

@@ -12,7 +12,7 @@ import functools
 import logging
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
-from safety.secrets import HIDDEN, hide
+from network.secrets import HIDDEN, hide
 
 CONNECT_SECONDS = 10.0
 LONGEST_CALL = 86_400.0  # seconds; a socket takes no infinite limit

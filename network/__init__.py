@@ -1,0 +1,1 @@
+"""What other machines are asked, and the secrets that this takes."""
