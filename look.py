@@ -15,6 +15,7 @@ from pathlib import Path
 from config import ConfigError
 
 HOST, PORT = "127.0.0.1", 6060
+TRY = Path(__file__).parent / "scripts" / "try.py"  # a row, completions or a call of a run that has not begun
 
 
 def bound(port: int | None) -> socket.socket:
@@ -52,7 +53,8 @@ def main(arguments: list[str]) -> None:
     except ImportError as error:
         raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
     token, listening = secrets.token_urlsafe(18), bound(given.port)
-    app = make_app(given.folder, token, flags)
+    trial = None if flags is None else [sys.executable, str(TRY), *flags]
+    app = make_app(given.folder, token, trial)
     port = listening.getsockname()[1]
     print(f"Runs in {given.folder.resolve()}: http://{HOST}:{port}/?token={token}   (Ctrl-C ends)", flush=True)
     # No access log: it would show the token.

@@ -8,7 +8,6 @@ import base64
 import hmac
 import json
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -26,24 +25,23 @@ from looking.told import described, standing_out
 from runfiles import samples
 
 PAGE = Path(__file__).parent / "page"
-TRY = Path(__file__).parent.parent / "scripts" / "try.py"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 HEADERS["Cache-Control"] = "no-store"
 COMPARED = 40  # runs at once
-TRY_SECONDS = 300  # that scripts/try.py may take
+TRY_SECONDS = 300  # that a trial may take
 
 
-def make_app(root: Path, token: str, flags: list[str] | None = None) -> Starlette:
+def make_app(root: Path, token: str, trial: list[str] | None = None) -> Starlette:
     """The page about the run folders below `root`. What it says of them is for those who give `token` in a header, as
-    the page does, which has it from its address. flags: those of a training that the page "Try" tries; None: there is
-    no such page."""
+    the page does, which has it from its address. trial: the command, with a training's flags, behind the page "Try"
+    (scripts/try.py); None: there is no such page."""
     routes = [Route("/", page), Mount("/page", StaticFiles(directory=PAGE)), Route("/api/{name}", answer)]
     app = Starlette(routes=routes)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
     app.state.runs, app.state.token = Runs(root), token
-    app.state.answers = ANSWERS | ({} if flags is None else {"try": partial(tried, flags)})
+    app.state.answers = ANSWERS | ({} if trial is None else {"try": partial(tried, trial)})
     return app
 
 
@@ -117,15 +115,15 @@ def one(runs: Runs, ask: QueryParams) -> dict:
     return samples.described(path, [number])[0] | more
 
 
-def tried(flags: list[str], runs: Runs, ask: QueryParams) -> dict:
-    """What scripts/try.py says with the flags that look.py was started with, of a row, completions, a call."""
+def tried(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
+    """What the command says of a row, completions, a call."""
     words = [f"--row={ask.get('row', 0)}", *(f"--completion={text}" for text in ask.getlist("completion"))]
     words += [f"--{name}={ask[name]}" for name in ("sample", "call") if name in ask]
-    command = [sys.executable, str(TRY), *flags, "--json", *words]
+    command = [*trial, "--json", *words]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TRY_SECONDS)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"scripts/try.py took more than {TRY_SECONDS} s and was ended.") from None
+        raise ConfigError(f"The trial took more than {TRY_SECONDS} s and was ended.") from None
     if done.returncode:
         raise ConfigError(done.stderr.decode("utf-8", "replace")[-3000:])
     return json.loads(done.stdout.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 from starlette.testclient import TestClient
@@ -43,7 +44,8 @@ def test_a_tool_answers(capsys):
 
 
 def test_the_page_asks_the_same(tmp_path):
-    page = TestClient(make_app(tmp_path, "a token", FLAGS), headers={"Authorization": "Bearer a token"})
+    app = make_app(tmp_path, "a token", [sys.executable, "scripts/try.py", *FLAGS])
+    page = TestClient(app, headers={"Authorization": "Bearer a token"})
     found = page.get("/api/try", params={"row": 3, "completion": ["1\n2", "5"]}).json()
     assert [one["tokens"][0] for one in found["completions"]] == ["1", "5"] and found["rows"] > 3
     assert page.get("/api/try", params={"row": "x"}).status_code == 422
