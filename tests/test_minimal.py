@@ -8,7 +8,6 @@ import torch
 from ragged import small_llama
 from ranks import on_ranks
 from server_fixture import ROOT, make_tiny
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer
 
 import train_grpo
@@ -41,16 +40,15 @@ def trajectories() -> list[Trajectory]:
 
 def loss_and_gradient(cfg: script.Settings) -> dict[str, torch.Tensor]:
     rank, world, device = utils.init_distributed(60)
-    weights = small_llama(None, torch.float32)
-    model = DistributedDataParallel(weights) if world > 1 else weights
+    model = small_llama(None, torch.float32)
     mine = [t for t in trajectories() if t.group % world == rank]
-    batch = script.tensors(mine, device)
     scores = torch.tensor([sum(t.token_rewards) for t in mine], dtype=torch.float64).view(-1, GENERATIONS)
-    batch["advantages"] = script.advantages(scores).view(-1, 1) * batch["loss_mask"]
-    if cfg.num_iterations > 1:  # as if weights had moved by now
-        batch["old_logprobs"] = batch["sampling_logprobs"]
-    numbers = script.accumulate_gradients(model, batch, cfg)
-    gradients = {name: weight.grad for name, weight in weights.named_parameters()}
+    of_each, size = script.advantages(scores).flatten(), cfg.rows_per_microbatch
+    parts = [script.tensors(mine[i : i + size], of_each[i : i + size], device) for i in range(0, len(mine), size)]
+    for part in parts if cfg.num_iterations > 1 else ():  # as if weights had moved by now
+        part["old_logprobs"] = part["sampling_logprobs"]
+    numbers = script.accumulate_gradients(model, parts, cfg)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
     return gradients | {"loss": torch.tensor(numbers["loss"])}
 
 
@@ -98,9 +96,7 @@ def test_it_learns(tmp_path):
     assert lines[0]["eval/reward"] < 0.2 and lines[-1]["eval/reward"] > 0.8
     assert Run("run", tmp_path / "run").summary()["step"] == 20  # as the page shows it
     assert max(line.get("sampling/logprob_diff_mean", 0) for line in lines) < 1.0
-    assert (
-        lines[1]["sampling/logprob_diff_mean"] < 1e-3
-    )  # of the step's last update, but the first has no other weights
+    assert lines[1]["sampling/logprob_diff_mean"] < 1e-3  # before the step's first update, which has equal weights
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
@@ -125,16 +121,19 @@ def the_answer(completions, answer, **columns):
 
 
 def test_chats_are_scored_prompt_by_prompt():
-    tokenizer = AutoTokenizer.from_pretrained(make_tiny())
-    said = [tokenizer(text).input_ids for text in ("46", "47")]
-
     class Generator:
+        tokenizer = AutoTokenizer.from_pretrained(make_tiny())
+
         async def generate(self, prompt, n, **options):
+            said = [self.tokenizer(text).input_ids for text in ("46", "47")]
             return [Completion(ids, [-1.0] * len(ids), "stop", 0, prompt) for ids in said]
 
     rows = [{"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": answer} for answer in ("46", "47")]
-    given = rows, 2, Generator(), tokenizer, {"the_answer": the_answer}, script.Settings()
-    assert [t.info["reward"] for t in asyncio.run(script.sample(*given))] == [1, 0, 0, 1]
+    given = Generator(), {"the_answer": the_answer}, script.Settings()
+    _, scores = asyncio.run(script.sample(rows, 2, 0, *given))
+    assert scores.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(RuntimeError, match="2 of 2 completions"):  # completions of other weights
+        asyncio.run(script.sample(rows, 2, 1, *given))
 
 
 def test_flags_that_it_does_not_have_are_refused():
