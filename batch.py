@@ -29,7 +29,6 @@ class TokenRecord:
     logprob: Tensor
     entropy: Tensor
     weight: Tensor  # minus the derivative of the update's loss by the token's log-prob, times the update's loss tokens
-    scale: float = 0.0  # from a gradient to a weight, in the update under way
 
 
 @dataclass
@@ -264,25 +263,19 @@ def start_record(batch: Batch) -> None:
     batch.places = torch.arange(len(batch), device=batch.input_ids.device)
 
 
-def scale_record(record: TokenRecord, num_tokens: float) -> None:
-    """Before an update: a token's weight is -d loss / d logprob x num_tokens, its advantage under token_mean and a
-    ratio of 1. Gradients are those of the loss times the number of ranks."""
-    record.scale = -num_tokens / utils.world_size()
-
-
-def record(batch: Batch, where: tuple[Tensor, Tensor], logprobs: Tensor, entropy: Tensor) -> None:
-    """Enter a pass into batch.record: log-probs and entropy of the sampled tokens at `where`, and, by a hook in the
-    backward pass, how much the loss moves each log-prob. A loss that computes the log-probs twice has the sum.
-
-    where: (rows, columns), [N] each. logprobs, entropy: [N]
-    """
+def record(batch: Batch, logprobs: Tensor, entropy: Tensor, num_tokens: float) -> None:
+    """Enter a pass over a micro-batch into batch.record: log-probs and entropy [B, T], and, by a hook in the backward
+    pass, how much the loss moves each log-prob: -d loss / d logprob x num_tokens (those of the update), which is the
+    advantage under token_mean and a ratio of 1. A later pass over the same rows overwrites it."""
+    where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns, [N] each
     begun = 0 if batch.starts is None else batch.starts[where[0]]
     kept, place = batch.record, (batch.places[where[0]], where[1] + begun)
-    kept.logprob[place], kept.entropy[place] = logprobs.detach().float(), entropy.detach().float()
+    kept.logprob[place], kept.entropy[place] = logprobs.detach()[where].float(), entropy.detach()[where].float()
     kept.weight[place] = 0.0
+    scale = -num_tokens / utils.world_size()  # gradients are those of the loss times the number of ranks
 
     def add(gradient: Tensor) -> None:
-        kept.weight[place] += kept.scale * gradient.float()
+        kept.weight[place] += scale * gradient[where].float()
 
     if logprobs.requires_grad:
         logprobs.register_hook(add)

@@ -388,9 +388,9 @@ class Order:
         found = [orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
         return self.first[domain] + np.array(found, dtype=int)
 
-    def extra(self, random: np.random.Generator, step: int, place: int, count: int) -> np.ndarray:
-        """`count` random rows: the first of the domain of the step's row in `place`, and so on."""
-        replaced = np.resize(np.roll(self.step(step), -place), count)
+    def extra(self, random: np.random.Generator, rows: list[int], count: int) -> np.ndarray:
+        """`count` random rows: the first of the domain of the first of `rows`, and so on, by turns."""
+        replaced = np.resize(rows, count)
         domains = np.searchsorted(self.first, replaced, side="right") - 1
         return self.first[domains] + random.integers(np.array(self.sizes)[domains])
 

@@ -40,23 +40,23 @@ ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, 
 
 async def enough_groups(sample: Callable, first: list[int], further: list[int]) -> tuple[list, dict]:
     """A group for each prompt of `first`, in this order: its own, or as long as that is silent one of the prompts that
-    were drawn for its place, further[place], further[place + len(first)], ...: results of `sample`, a coroutine number
-    -> Sampled (train_grpo.py); and counts of the others.
+    were drawn for its place, further[place], further[place + len(first)], ...; and counts of the others. sample: a
+    coroutine number -> (group, whether it is silent).
 
     None takes the place of one that is merely slow, or short completions would be preferred. When all are used up the
     last one stays, so that a step never grows or shrinks.
     """
 
     async def at(place: int) -> tuple:
-        found, replaced = await sample(first[place]), 0
+        (group, silent), replaced = await sample(first[place]), 0
         for number in further[place :: len(first)]:
-            if not found.silent:
+            if not silent:
                 break
-            found, replaced = await sample(number), replaced + 1
-        return found, replaced
+            (group, silent), replaced = await sample(number), replaced + 1
+        return group, silent, replaced
 
-    groups, replaced = zip(*await asyncio.gather(*map(at, range(len(first)))), strict=True)
-    return [*groups], {"resampled": sum(replaced), "silent": sum(group.silent for group in groups)}
+    groups, silent, replaced = zip(*await asyncio.gather(*map(at, range(len(first)))), strict=True)
+    return [*groups], {"resampled": sum(replaced), "silent": sum(silent)}
 
 
 def tell_baseline(group: list[Trajectory], greedy: Trajectory) -> None:

@@ -49,7 +49,7 @@ from dataclasses import dataclass
 import train_grpo
 import utils
 from inputs.trajectory import Trajectory, version_spans
-from train_grpo import Collector, Run, collect, draw, sample_rows, settings_at
+from train_grpo import Collector, Run, collect, last_token, sample_rows, settings_at
 
 
 def check(cfg: TrainConfig) -> None:
@@ -83,6 +83,7 @@ class Group:
 
     drawn: tuple[int, list[int], bool]  # the row's number, those that may replace it (--dynamic_sampling); tried before
     born: int  # version of the weights when it began
+    begun: float  # by time.perf_counter()
     future: concurrent.futures.Future
 
 
@@ -110,7 +111,8 @@ class Ahead(Collector):
         """Let the next prompt's completions be sampled, from these weights or later ones."""
         run = self.run
         if not self.waiting:
-            first, further = draw(run.sampler, self.draw, cfg)
+            first = list(run.sampler.next(self.draw))
+            further = run.sampler.extra(self.draw, cfg.resample_rounds * len(first))
             self.waiting = [(number, further[n :: len(first)], False) for n, number in enumerate(first)]
             self.draw += 1
         number, further, _ = drawn = self.waiting.pop(0)
@@ -118,7 +120,8 @@ class Ahead(Collector):
         given = run.rows, [number], further, run.generator, run.reward_functions, cfg, versions, version
         if all(group.future.done() for group in self.groups):
             self.idle += time.perf_counter() - self.last_end
-        self.groups.append(Group(drawn, version, asyncio.run_coroutine_threadsafe(self.sampled(*given), self.loop)))
+        future = asyncio.run_coroutine_threadsafe(self.sampled(*given), self.loop)
+        self.groups.append(Group(drawn, version, time.perf_counter(), future))
 
     async def sampled(self, *given) -> tuple[list, dict]:
         try:
@@ -163,16 +166,17 @@ class Ahead(Collector):
                 break
             time.sleep(0.002)
         waited = time.perf_counter() - start
-        sampled, counts = [], {}
+        sampled, counts, seconds = [], {}, []
         for group in ready[: self.share]:
             found, counted = group.future.result()
+            seconds.append(last_token(found) - group.begun)
             self.groups.remove(group)
             self.dropped.discard(group.drawn[0])
             sampled, counts = sampled + found, {name: n + counts.get(name, 0) for name, n in counted.items()}
         self.trained += self.share
         trajectories, metrics = collect(self.run.rows, sampled, counts, cfg)
         idle, self.idle = self.idle, 0.0
-        metrics |= {"async/generate_seconds": metrics["time/generate"], "async/generator_waited": idle} | before
+        metrics |= {"async/generate_seconds": max(seconds), "async/generator_waited": idle} | before
         # Of this step's time the wait is all that sampling and scoring took: the rest was hidden behind updates.
         metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
         mine = {"async/dropped_sum": (len(late), 1), "async/never_trained": (len(self.dropped), self.trained)}

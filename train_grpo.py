@@ -15,36 +15,28 @@ A training step, and where to find it:
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 6, 7
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step. Read
-train_minimal.py before: the same in a third of the lines. For an idea you need not read all of this file: an advantage
-is section 5; a loss section 6, the comment before it and `micro_loss` in 7, which calls it; a rollout the beginning of
-3; an optimizer `make_optimizer`. docs/ideas.md has some that work. To take a feature out delete its import and each
-line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; two follow a line that "holds without".
+Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step.
+
+Read train_minimal.py first: the same in a third of the lines. For an idea of your own you need not read all of this
+file: an advantage is section 5; a loss section 6, and `micro_loss` in 7, which calls it; a rollout the beginning of 3;
+an optimizer `make_optimizer`. docs/ideas.md has some that work. To take a feature out, delete its import and each line
+with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`.
 
 Where it differs from the papers and from TRL, on purpose:
 
-    * The loss is a sum of per-token weights times per-token losses, the weights taken from counts over the whole
-      optimizer update and all ranks: the gradient does not depend on how the update is cut into micro-batches or ranks.
+    * Each token's loss has a weight, from counts over the whole optimizer update and all ranks: the gradient does not
+      depend on how the update is cut into micro-batches or ranks.
     * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, in less time.
     * The generator's log-probs differ a little from the trainer's: each token's loss is multiplied by their ratio, cut
       off at 2 (`--correction token`, truncated importance sampling).
-    * Under grpo, dr_grpo and rloo a prompt with one completion has advantage 0 (verl takes its raw score).
     * No truncated sampling by default: top-k or top-p would bias the importance ratio.
     * With one update per step the ratio is 1, and the loss says nothing about progress: watch `reward`.
 
-Dimensions in comments: B completions of a batch, T tokens of the longest prompt + completion (column 0 is the prompt's
-first token), G completions per prompt, N sampled tokens, V vocabulary; R rows of a forward pass (one where prompts are
-shared), L their length. A row of data is a dict (`rows`, in sections 2 and 3). A row of a tensor is a completion; in
-forward passes and losses it is the part of one that was one context: an agent that rewrites its history, or has
-sub-agents, makes several of them (`split_restarts`).
-
-What most functions get is a Batch (batch.py lists its fields): `loss_mask` [B, T] is 1 on sampled tokens, minus those
-that `leave_out` removes; `advantages` [B, T] are 0 elsewhere; rows with the same number in `groups` [B] answer the same
-prompt, and are adjacent; `reward_components` [B, functions] are in the order of --reward_funcs, before weights, 0 for
-None; `scores` [B] are their sums by --reward_weights, `shaped_scores` [B] what `shape_rewards` made of those.
-
-A run may have several data sets, its domains, with settings of their own: `cfg.of(row)` is the config of a row's
-domain, `cfg.by_domain()` are all of them. Without --domains there is one, cfg itself.
+In comments: B completions of this rank's share of a step, T tokens of the longest prompt + completion, N sampled
+tokens, V vocabulary. Batch (batch.py) has, among others, `loss_mask` [B, T], 1 on sampled tokens; `advantages` [B, T];
+`groups` [B], the same number for the completions of one prompt, which are adjacent; `scores` [B], sums of rewards by
+--reward_weights. In losses and forward passes a row may be a part of a completion: an agent that begins a new context
+makes several of them (`split_restarts`). `cfg.of(row)` is the config of a data row's domain: cfg, without --domains.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
@@ -66,7 +58,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,7 +85,7 @@ from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
 from algorithms.silent import TwoStageBackward
 from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats, clipped_surrogate, collate, differ
 from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
-from batch import scale_record, sequence_ratio, split_restarts, spread, start_record
+from batch import sequence_ratio, split_restarts, spread, start_record
 from batch import by_turn, normalize, returns_to_go, turn_returns, whiten  # noqa: F401 - for advantages of your own
 from inputs import vision
 from inputs.processor import load_processor  # noqa: F401 - for after_rollout
@@ -112,7 +103,7 @@ from plan import planned
 from rewards import TRAINER_STATE, RewardError, own_functions, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import gpu
-from runlog.log import RunLog, clock, close_all, completion_rows, describe, evaluation_rows, name_run
+from runlog.log import RunLog, clock, close_all, describe, evaluation_rows, name_run, step_rows
 from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, rollout_metrics
 from runlog.tokens import write_vocabulary
 from saving import checkpoints, resume
@@ -159,44 +150,32 @@ def train(
     make_collector.check(cfg)
     cfg, run = start(cfg, make_critic)
     collector = make_collector(run, cfg)
-    policy, generator, log, state, rank = run.policy, run.generator, run.log, run.state, torch.distributed.get_rank()
+    policy, generator, state = run.policy, run.generator, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
     pushed = run.first  # version of the generator's weights: the training steps that made them
     collector.pushed(pushed, cfg)
+    last_eval = evaluate(run, cfg, run.first) if cfg.eval_only or (cfg.eval_steps and run.first == 0) else {}
 
-    def seed_generator(step: int, stream: int) -> None:
-        if cfg.generator == "hf":  # a function of the step: a resumed run samples what the uninterrupted one did
-            generator.seed(hash((cfg.seed, step, stream, rank)))  # the hash of numbers is the same in every run
-
-    def evaluation(step: int) -> dict:
-        seed_generator(step, 1)
-        metrics, shown = evaluate(run.held_out, generator, run.reward_functions, cfg, step)
-        completions = utils.gather_lists(evaluation_rows(shown, cfg))
-        if log:
-            log.eval(step, metrics, completions)
-        return metrics
-
-    last_eval = evaluation(run.first) if cfg.eval_only or (cfg.eval_steps and run.first == 0) else {}
     for step in range(run.first, run.first if cfg.eval_only else cfg.max_steps):
         last = step + 1 == cfg.max_steps
         evaluates = bool(cfg.eval_steps) and ((step + 1) % cfg.eval_steps == 0 or last)
         saves = (bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0) or last
         logs = (step + 1) % cfg.log_steps == 0 or last
         learns = not run.critic or step >= cfg.critic_warmup  # a new critic learns alone at first
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
         with clock(metrics, "step"):
             # What reward functions are told of the run, as in TRL.
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
-            seed_generator(step, 0)
+            seed_generator(generator, cfg, step)
             trajectories, collected = collector.take(step, pushed, cfg)
             colocate.trainers_turn(run, cfg)  # with --colocate the server sleeps from here to the push
-            metrics |= {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
             metrics |= rollout_metrics(trajectories, cfg) | collected
             returned = after_rollout(trajectories, run.memory, step, cfg)
             trajectories, numbers = checks.with_numbers(returned, trajectories)  # sorted by group; numbers to log
             added = counts_by_origin(trajectories)  # those that after_rollout added
             metrics |= numbers | added
-            batch = collate(trajectories, pad_id, run.device, rank, step)
+
+            batch = collate(trajectories, pad_id, run.device, torch.distributed.get_rank(), step)
             # Losses divide the logits by the temperature at which the step was sampled.
             step_cfg = replace(cfg, temperature=settings_at(step, cfg).temperature)
             metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)  # nothing without one
@@ -207,12 +186,13 @@ def train(
             metrics |= add_advantages(batch, cfg)
             metrics |= checks.metrics_of(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and cfg.log_completions:
-                start_record(batch)  # of each token log-prob, entropy and weight in the loss, for the run's folder
+                start_record(batch)  # of each token's log-prob, entropy and weight in the loss, for the run's folder
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
             metrics |= router_replay.metrics(run.inner.routing, batch)
             metrics |= gpu.metrics(run.size, trajectories, cfg, metrics["time/update"], run.device) if learns else {}
             agreement.check_step(metrics, cfg, compares=step == run.first and not added)
+
             with clock(metrics, "push"):
                 colocate.servers_turn(run, cfg)
                 # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
@@ -228,24 +208,18 @@ def train(
         metrics["num_tokens"] += state["num_tokens"]  # of all steps so far
         state |= {"num_tokens": metrics["num_tokens"], "beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if logs:
-            mean_advantages = row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-            scores, with_tokens = [sum(t.token_rewards) for t in trajectories], batch.record is not None
-            completions = utils.gather_lists(completion_rows(trajectories, scores, mean_advantages, batch, with_tokens))
-            if log:
-                log.step(step + 1, metrics, completions)
+            completions = utils.gather_lists(step_rows(trajectories, batch))
+            if run.log:
+                run.log.step(step + 1, metrics, completions)
         if evaluates:  # before saving, so that a resumed run has it
-            last_eval = evaluation(step + 1)
+            last_eval = evaluate(run, cfg, step + 1)
         if saves:
-            weights, adapter = saved_weights(policy, run.inner, cfg, generator.weight_dtype)
-            checkpoints.save_checkpoint(
-                run.run_dir, step + 1, run.modules, run.inner.hf_model, weights, run.processor, state, run.memory,
-                cfg.save_total_limit, adapter,
-            )  # fmt: skip
+            save(run, cfg, step + 1)
 
     collector.close()
     generator.close()
-    if log:
-        log.close()
+    if run.log:
+        run.log.close()
     return last_eval
 
 
@@ -259,11 +233,11 @@ def format_row(row: dict) -> dict:
 
 
 class PromptSampler:
-    """Which rows a step takes: each once an epoch, in an order made from (seed, epoch); the last are left out where
-    they do not fill a step, so the rows of a step are distinct. Ranks take contiguous shares of one order (data.Order).
+    """Which rows a step takes: each once an epoch, in an order made from (seed, epoch). Ranks take contiguous shares of
+    one order (data.Order).
 
-    Edit me: `next` may return any `share` rows, for example those that a column of `rows` or `memory` says are hard; a
-    row may come twice. `memory` is this rank's; `after_rollout` (section 3) can fill it, and checkpoints keep it.
+    Edit me: `next` may return any `share` row numbers, for example those that a column of `rows` or `memory` says are
+    hard; a row may come twice. `memory` is this rank's; `after_rollout` (section 3) can fill it.
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
@@ -277,34 +251,25 @@ class PromptSampler:
         """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
         return self.order.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
-    def extra(self, step: int, round: int, count: int) -> list[int]:
-        """`count` further rows for a step of this rank, in place of prompts without signal: random ones, the same for
-        the same (seed, step, round, rank). They may be in the step already."""
-        random = np.random.default_rng([self.seed, step, round, self.rank, 0xD1CE])  # another stream than the order's
-        return self.order.extra(random, step, self.rank * self.share, count).tolist()
+    def extra(self, step: int, count: int) -> list[int]:
+        """`count` random rows that may replace those of `next`: by turns of the domain of each of these. They may be in
+        the step already."""
+        random = np.random.default_rng([self.seed, step, self.rank, 0xD1CE])  # another stream than the order's
+        return self.order.extra(random, self.next(step), count).tolist()
 
 
 # ==== 3 rollout and scoring ==========================================================================================
 
-
-class Sampled(NamedTuple):
-    group: list[Trajectory]  # one prompt's
-    silent: bool  # nothing can be learned from it: another may take its place
-    sampled_after: float  # seconds from the start of the step to its last token
-    scored_after: float  # and to its last score
-
-
 # From a step to its tokens:
 #
 #     Collector.take          draws a step's prompts; train_async.py has another, which does so ahead of the trainer
-#     sample_rows             all of them at the same time; further ones in place of silent groups
+#     sample_rows             all of them at the same time; further ones in place of those without signal
 #     rollout                 one prompt's completions, and their scores as soon as they are there
 #     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or one of yours:
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
-# To write one of two turns, or more, begin with "A question asked again" in docs/ideas.md (as an environment, --env, it
-# is eight lines); else copy `single_turn` (rollouts.py): build_prompt(row, ...), await generator.generate(ids, n=...),
-# and a Trajectory of each Completion that it returns. ROLLOUTS["mine"] = mine.
+# To write one, copy `single_turn` (rollouts.py), or for two turns and more "A question asked again" in docs/ideas.md,
+# and enter it: ROLLOUTS["mine"] = mine. As an environment (--env) two turns are eight lines.
 
 
 class Collector:
@@ -321,48 +286,43 @@ class Collector:
         """Called after each push, of the weights after `version` training steps; there is nothing to do here."""
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
-        """The trajectories of a step and their metrics. version: of the weights that sample."""
-        run, versions = self.run, range(version, version + 1)  # all tokens must be sampled by these weights
-        first, further = draw(run.sampler, step, cfg)
+        """This rank's trajectories of a step, and metrics. version: of the weights that sample."""
+        run, begun = self.run, time.perf_counter()
+        first = list(run.sampler.next(step))
+        further = run.sampler.extra(step, cfg.resample_rounds * len(first))
+        versions = range(version, version + 1)  # all tokens must be sampled by these weights
         work = sample_rows(run.rows, first, further, run.generator, run.reward_functions, cfg, versions, step)
-        sampled, counts = asyncio.run(work)
-        return collect(run.rows, sampled, counts, cfg)
+        groups, counts = asyncio.run(work)
+        sampled, scored = last_token(groups), time.perf_counter()
+        trajectories, metrics = collect(run.rows, groups, counts, cfg)
+        return trajectories, metrics | {"time/generate": sampled - begun, "time/score": scored - sampled}
 
     def close(self) -> None:
         """Called at the end of the run."""
 
 
-def draw(sampler: PromptSampler, step: int, cfg: TrainConfig) -> tuple[list[int], list[int]]:
-    """This rank's row numbers of a step; and --resample_rounds times as many that may replace them."""
-    first = list(sampler.next(step))
-    return first, [number for round in range(cfg.resample_rounds) for number in sampler.extra(step, round, len(first))]
-
-
 async def sample_rows(
     rows: Sequence[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
-) -> tuple[list[Sampled], dict]:
-    """Completions of the rows `first`, sampled and scored, in this order; and counts by `rollouts.enough_groups`.
-    `further` rows take the place of those that cannot be shown to the model, as their prompts are too long, and with
-    --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) of silent groups. Nothing here talks to other ranks: train_async.py
-    runs it in the background."""
-    begun = time.perf_counter()
+) -> tuple[list[list[Trajectory]], dict]:
+    """A group of completions, sampled and scored, for each of the row numbers `first`, all at the same time; and how
+    many were replaced. `further` ones take the place of rows whose prompt is too long, and with --dynamic_sampling
+    (DAPO, 2503.14476 sec. 3.2) of those from which nothing can be learned. Nothing here talks to other ranks:
+    train_async.py runs it in the background."""
 
-    async def sample(number: int) -> Sampled:
+    async def sample(number: int) -> tuple[list[Trajectory], bool]:  # a group, and whether it is to be replaced
         row = rows[number]
         settings = settings_at(step, cfg.of(row))
         calls = [rollout(row, generator, reward_functions, settings, versions)]
         if "baselines" in needs(cfg):  # the advantage asks (section 5) for the score of a greedy completion
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
             calls.append(rollout(row, generator, reward_functions, greedy, versions))
-        results = await asyncio.gather(*calls)
-        group, sampled_at = results[0]
+        group, *greedy_groups = await asyncio.gather(*calls)
         for trajectory in group:
             trajectory.info["row_number"] = number
-        if len(calls) > 1:
-            greedy_group, _ = results[1]
+        for greedy_group in greedy_groups:
             rollouts.tell_baseline(group, greedy_group[0])
-        silent = rollouts.cannot_be_shown(group, number) or (cfg.dynamic_sampling and not has_signal(group, settings))
-        return Sampled(group, silent, sampled_at - begun, time.perf_counter() - begun)
+        silent = cfg.dynamic_sampling and not has_signal(group, settings)
+        return group, rollouts.cannot_be_shown(group, number) or silent
 
     return await rollouts.enough_groups(sample, first, further)
 
@@ -373,19 +333,18 @@ def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
     return cfg
 
 
-async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> tuple[list, float]:
-    """Sample and score: a row's trajectories, as many as asked for (unless the rollout says `any_number`), including
-    those that failed (info["failure"]); and when the last token was sampled, by time.perf_counter(). Their `group` is 0
-    until `collect` numbers the groups of a step.
+async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> list[Trajectory]:
+    """A row's trajectories, sampled and scored: as many as asked for (unless the rollout says `any_number`), with those
+    that failed (info["failure"]). Their `group` is 0 until `collect` numbers the groups of a step.
 
     versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
     cfg = rollouts.sampled_by(row, cfg)  # in training the row's own num_generations; its domain's settings, if not yet
-    functions, sampled_at = own_functions(reward_functions, cfg), [time.perf_counter()]
+    functions = own_functions(reward_functions, cfg)
 
     async def sample_and_score(call_cfg: TrainConfig) -> list[Trajectory]:
         trajectories = await rollouts.call_rollout(row, generator, call_cfg)
-        sampled_at.append(time.perf_counter())
+        sampled_at = time.perf_counter()
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
@@ -395,19 +354,25 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         try:
             await asyncio.gather(*work)
         except RewardError as error:
-            return [failed_trajectory(t.row, t.group, error) for t in trajectories]
+            trajectories = [failed_trajectory(t.row, t.group, error) for t in trajectories]
+        for trajectory in trajectories:
+            trajectory.info["sampled_at"] = sampled_at
         return trajectories
 
     # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
     # reward function say `per_trajectory`.
     parts = await asyncio.gather(*map(sample_and_score, rollouts.settings_of_calls(cfg, functions)))
-    return list(chain(*parts)), max(sampled_at)
+    return list(chain(*parts))
+
+
+def last_token(groups: list[list[Trajectory]]) -> float:
+    """When the last token was sampled, by time.perf_counter()."""
+    return max(trajectory.info["sampled_at"] for group in groups for trajectory in group)
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
-    """Whether there is anything to learn from a group: its scores (sums of weighted rewards) differ, and their mean
-    lies in the window. Where a teacher is all that counts there is. Edit me, if an advantage of yours can learn from
-    batch.reward_components where scores are equal."""
+    """Edit me: whether there is anything to learn from a group (--dynamic_sampling): its scores differ, and their mean
+    lies in the window. Where a teacher is all that counts there is."""
     if cfg.has_teacher and not rewards_count(cfg):
         return any("failure" not in t.info for t in group)
     known = known_scores(group)
@@ -420,14 +385,10 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     return differs and low <= mean <= high
 
 
-def collect(rows: Sequence[dict], sampled: list[Sampled], counts: dict, cfg: TrainConfig) -> tuple[list, dict]:
+def collect(rows: Sequence[dict], groups: list, counts: dict, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
     """What `sample_rows` returned -> this rank's trajectories of the step, without those that failed or lack a score
-    beside others of their prompt, and metrics.
-
-    Ranks exchange groups so that none has many more tokens than the others, which would wait for it.
-    """
+    beside others of their prompt; and metrics. Ranks exchange groups so that none has many more tokens than others."""
     utils.wait_for_ranks(cfg.dist_timeout)  # they finish sampling at different times
-    groups = [one.group for one in sampled]
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
     if cfg.dynamic_sampling:
@@ -435,8 +396,7 @@ def collect(rows: Sequence[dict], sampled: list[Sampled], counts: dict, cfg: Tra
     else:
         numbers = {"rollout/rows_left_out": counts["resampled"]}
     numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
-    generate, scored = max(one.sampled_after for one in sampled), max(one.scored_after for one in sampled)
-    metrics = {"time/generate": generate, "time/score": scored - generate} | check_failed(groups, cfg, numbers)
+    metrics = check_failed(groups, cfg, numbers)
     groups, moved = balanced(kept)
     for number, group in enumerate(groups):
         for trajectory in group:
@@ -447,19 +407,12 @@ def collect(rows: Sequence[dict], sampled: list[Sampled], counts: dict, cfg: Tra
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
     """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, at
-    least one; or (trajectories, {name: numbers to log}), see section 5.
+    least one; or (trajectories, {name: numbers to log}).
 
-    `memory` is a dict of yours, on each rank, that checkpoints keep; the prompt sampler sees it, too. Groups have moved
-    between ranks by now, so what a sampler is to know of its rows goes through utils.gather_objects. A trajectory has
-    its row, t.row, its number among the rows in use, t.info["row_number"] (-1: a placeholder, as all of this rank's
-    failed), and its score, sum(t.token_rewards). Numbers in t.info["extras"], {name: one, or a list with one for each
-    of token_ids}, come as batch.extras[name]. load_processor(cfg.model_id) is the tokenizer or processor.
-
-    Rewards that are changed here (at a trajectory's last index with loss_mask 1) count for what is learned (not under
-    gdpo, which has each function's); `reward` and other metrics have seen them before. Trajectories may be added:
-    remembered ones (without images), or demonstrations, whose logprobs are nan: Trajectory(row, group, prompt_ids,
-    token_ids, [1] * n, [math.nan] * n, [0.0] * (n - 1) + [score], info={"origin": "demonstration"}). `group` puts one
-    among the completions of a prompt; a remembered one has that of its own step, so replace(t, group=...).
+    `memory` is a dict of yours, on each rank, that checkpoints keep; the prompt sampler sees it, too. A trajectory has
+    its row, its number among the rows in use, t.info["row_number"] (-1: a placeholder, as all of this rank's failed),
+    and its score, sum(t.token_rewards). Groups have moved between ranks by now: what a sampler is to know of its rows
+    goes through utils.gather_objects. docs/ideas.md adds remembered trajectories and demonstrations.
     """
     return trajectories
 
@@ -468,10 +421,12 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
 
 
 def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cfg: TrainConfig) -> None:
-    """Only the log-probs that are needed before the first update: with one update a step and nothing that reads old
-    log-probs the ratio is 1 by construction, and no forward pass is made."""
+    """Those that are needed before the first update. With one update a step, and nothing that reads old log-probs, the
+    ratio is 1 by construction, and no forward pass is made."""
     asked = needs(cfg)
-    if needs_old_logprobs(cfg):
+    ratio_moves = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
+    of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"} or cfg.kl_in_reward
+    if ratio_moves or of_policy or cfg.top_entropy_quantile < 1:
         batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
@@ -481,39 +436,28 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
             batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
 
 
-def needs_old_logprobs(cfg: TrainConfig) -> bool:
-    """Whether anything reads what the policy says of the step before its first update."""
-    return (
-        # The ratio of later updates. A loss may ask at any number of updates.
-        (cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute")
-        or bool(needs(cfg) & {"old_logprobs", "entropy", "sum_pi_squared"})
-        or cfg.kl_in_reward
-        or cfg.top_entropy_quantile < 1
-    )
-
-
 @torch.no_grad()
-def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
-    """`compute_logprobs` of the whole batch without gradient, micro-batch by micro-batch.  [B, T] each
+def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
+    """`compute_logprobs` of the whole batch, without gradient, micro-batch by micro-batch.  [B, T] each
 
     The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
     """
-    contexts, out = split_restarts(batch), []  # a row for each context of a completion (see there); usually the same
+    contexts, out = split_restarts(batch), []  # a row for each context of a completion; usually the same batch
     # Numbers of rows of `contexts`. Of none where other ranks have more passes: ranks keep step.
     for rows in micro_batches(contexts, cfg):
-        parts = compute_logprobs(policy, contexts.select(rows), cfg, top)
+        parts = compute_logprobs(policy, contexts.select(rows), cfg)
         out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
-        for kept, values in zip(out, parts if rows else (), strict=False):
-            kept[rows, : values.shape[1]] = values
+        for whole, values in zip(out, parts if rows else (), strict=False):
+            whole[rows, : values.shape[1]] = values
     return tuple(merge_restarts(values, contexts, batch) for values in out)
 
 
-def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int = 0) -> tuple[Tensor, ...]:
+def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
     """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places; 0 elsewhere. With
     gradient (the entropy only if something in the loss reads it).  [B, T] each
 
-    top: also the log-probs and ids of so many likeliest tokens, [B, T, top] each. Where a teacher has named its
-    likeliest tokens (batch.teacher_top), this policy's log-probs of those become batch.top_logprobs.
+    Where a teacher has named its likeliest tokens (batch.teacher_top), this policy's log-probs of those become
+    batch.top_logprobs.
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
     # A dict for the model; where in its output the hidden states are that predict the sampled tokens; these.  [N] each
@@ -524,11 +468,9 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig, top: int
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
         return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
 
-    logprobs, *others = policy(inputs, at_rows, at_columns, targets, cfg.temperature, top)  # [N] each
+    logprobs, *others = policy(inputs, at_rows, at_columns, targets, cfg.temperature)  # [N] each
     if logprobs.ndim > 1:
         batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
-    if batch.record is not None and torch.is_grad_enabled():
-        record(batch, where, logprobs, others[0])  # for the run's tokens; overwrites an earlier pass's
     return tuple(map(placed_back, (logprobs, *others)))
 
 
@@ -562,17 +504,16 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
-    """Normalises scores, then subtracts beta * KL from each token's reward (RLHF). batch.scores stay as they were
-    given; batch.shaped_scores, the sums of batch.rewards, follow. moments: by domain [count, sum, sum of squares] of
-    all scores so far, and under "/rae" the mean of each role. They are brought up to date; checkpoints keep them."""
-    batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns; shaped_scores are sums of batch.rewards
-    batch.rewards = normalised(batch, cfg, moments)  # --reward_mean, --reward_std
+    """--reward_mean, --reward_std and --kl_in_reward: changes batch.rewards, whose sums are batch.shaped_scores;
+    batch.scores stay as they were given. moments: of all scores so far, for `normalised`; checkpoints keep them."""
+    batch.given_scores = row_sum(batch.rewards)
+    batch.rewards = normalised(batch, cfg, moments)
     if cfg.advantage == "rae":
         batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
-    batch.rewards = batch.rewards - cfg.beta * kl
+    batch.rewards = batch.rewards - cfg.beta * kl  # as in RLHF
     return {"kl": float(utils.global_mean(kl, batch.loss_mask))}
 
 
@@ -581,8 +522,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    # Without --domains once, and part is the batch. Statistics over "batch" are those of a domain; a rank without rows
-    # of it takes part with one that does not count.
+    # Without --domains this happens once, and part is the batch.
     for domain_cfg, rows, part in by_domain(batch, cfg):
         advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
         batch.advantages = placed(advantages.to(batch.rewards.dtype), rows, batch.advantages)
@@ -591,9 +531,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
-    """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that no denominator
-    counts it (but that of --loss_agg constant), after its group's mean and std, which it is in; tokens of low entropy
-    (--top_entropy_quantile) lose their advantage alone. Returns {name: numbers to log}."""
+    """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that it counts in
+    no mean of the loss; it has counted in the mean and std of its group. Returns {name: numbers to log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as `has_signal` has them
     mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
@@ -602,41 +541,26 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     # A filter of yours goes here: keep &= ...  [B], bool, on the CPU
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
-    if cfg.top_entropy_quantile < 1:
+    if cfg.top_entropy_quantile < 1:  # these tokens lose their advantage alone
         batch.advantages = batch.advantages * largest(batch.entropy, batch.loss_mask, cfg.top_entropy_quantile)
     return {}
 
 
-# An advantage or a policy loss is a plain function. What the loop has to know of it, it says as attributes:
+# What the loop has to know of an advantage, a policy loss, a KL estimator or `own_term`, the function says as an
+# attribute (and docs/ideas.md shows):
 #
-#     mine.needs = ("entropy",)      fields of Batch computed beforehand, without gradient: old_logprobs (a loss has
-#                                    them in any case; with this they are computed, not its own), ref_logprobs,
-#                                    entropy, sum_pi_squared, baselines (score of a greedy completion),
-#                                    teacher_logprobs, teacher_top (a teacher's likeliest tokens: --distill_topk),
-#                                    current_logprobs (before this very update; for losses and own_term). The first
-#                                    four and the last cost a forward pass
-#     mine.prepare = function        (batch, cfg) -> {name: a number, or a tensor [B] or [B, T]}: what needs whole
-#                                    groups or all ranks, found as batch.extras[name], cut into micro-batches as the
-#                                    rest. An advantage's runs once a step, before it; a loss's and own_term's before
-#                                    each optimizer update, on the rows of that update (with `current_logprobs` among
-#                                    its needs it finds old_logprobs as the loss does)
-#     mine.compares_group = False    an advantage that works with one completion a prompt; may be a function cfg -> bool
-#     mine.check = function          (cfg) -> why it cannot work with these settings, or None
-#
-# `needs`, `prepare` and `check` can be set on `own_term`, too; `needs` and `check` on a KL estimator.
-#
-# Numbers to log, of an advantage, `after_rollout` and `leave_out`, are {name: [B], [B, T], or one that stands for all
-# completions of its rank}. Logged is the mean over all ranks; where the name ends in _sum the sum, in _max the largest.
+#     mine.needs = ("entropy",)     what it reads of Batch that is computed on demand: old_logprobs, ref_logprobs,
+#                                   entropy, sum_pi_squared, baselines, teacher_logprobs, teacher_top, current_logprobs
+#     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: what takes whole groups or all ranks.
+#                                   The loss, called for each micro-batch, finds its part as batch.extras[name]
+#     mine.check = function         (cfg) -> why it cannot work with these settings, or None
+#     mine.compares_group = False   an advantage that works with one completion a prompt
 
 
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
-# A loss is called for each micro-batch, with the run's cfg: rows of several domains may be in one. (An advantage gets
-# its domain's cfg.) Its batch.old_logprobs are always there (`pi_old`, section 7). A row may be a part of an agent's
-# completion: row_mean [B, 1] and row_sum [B] are then of that part. What a loss returns for prompts and padding does
-# not matter; for sampled tokens it has to be finite. A statistic [B, T] or [B, 1] is logged as its mean over the tokens
-# that are learned from, one of [B] as its mean over rows that have any, one whose name ends in _max as its maximum.
-# With one update a step log_ratio is 0.
+# A loss is called for each micro-batch. What it returns for prompts and padding does not matter. A statistic is logged
+# as its mean over the tokens that are learned from, one of [B] over rows, one whose name ends in _max as the maximum.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -669,8 +593,8 @@ POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, di
 }  # fmt: skip
 
 
-# KL(pi || ref) per token from one sample (J. Schulman, "Approximating KL divergence", 2020). Every estimator gets whole
-# rows [B, T], prompts included: a KL that depends on a token's place belongs in `own_term`.
+# KL(pi || ref) per token from one sample: (logprobs [B, T], ref [B, T]) -> [B, T].  J. Schulman, "Approximating KL
+# divergence", 2020.
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
     "k2": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20) ** 2 / 2,  # biased value, right gradient
@@ -680,13 +604,12 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def own_term(logprobs: Tensor, entropy: Tensor | None, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
-    """Edit me: a term of your own beside the policy loss, such as likelihood of good completions in the first steps.
+    """Edit me: a term beside the policy loss, such as likelihood of good completions in the first steps.
 
-    Gets log-probs [B, T] of the sampled tokens with gradient, and the micro-batch, in which `part.rows` are the data
-    rows and `part.step` is the step. With `own_term.entropy_gradient = True` below it, their entropy [B, T] has a
-    gradient, too, which costs memory; else it is None. Returns the loss per token [B, T] (or None), to which --loss_agg
-    applies, and statistics like a policy loss. With `own_term.weights = "sum"` it is added up as it is: a term of
-    completions or pairs divides by their number over all ranks, which `prepare` finds (section 5).
+    Gets log-probs [B, T] of the sampled tokens with gradient, and the micro-batch, with the data rows (part.rows) and
+    the step (part.step). With `own_term.entropy_gradient = True` below it, entropy [B, T] with gradient, which costs
+    memory; else None. Returns the loss per token [B, T] (or None), weighted as the policy loss is, and statistics; with
+    `own_term.weights = "sum"` a term that is added up as it is.
     """
     return None, {}
 
@@ -705,19 +628,11 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
         return loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)
     if mode == "seq_sum":
         return loss_mask / max(num_sequences, 1)
-    if mode == "prompt_mean":  # every prompt alike, in it every token; num_tokens [B, 1]: those of the row's prompt
+    if mode == "prompt_mean":  # every prompt alike, in it every token
         return loss_mask / num_tokens.clamp(min=1) / max(num_sequences, 1)
     if mode == "constant":  # no length in it at all (Dr. GRPO, 2503.20783 sec. 3.1)
         return loss_mask / (max(num_sequences, 1) * max_tokens)
     raise ValueError(f"loss_agg {mode!r}: known are token_mean, seq_mean, seq_sum, prompt_mean, constant")
-
-
-def weights_of_update(batch: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of an update's rows, before prompts and completions are cut apart.  [B, T]"""
-    if cfg.loss_agg == "prompt_mean":
-        _, size = group_index(batch.groups)  # [B] completions of the row's prompt
-        counts = counts | {"num_tokens": (group_mean(batch.loss_mask.sum(1), batch.groups) * size)[:, None]}
-    return token_weights(batch.loss_mask, cfg.loss_agg, **counts)
 
 
 # ==== 7 update =======================================================================================================
@@ -726,16 +641,11 @@ def weights_of_update(batch: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
 def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=None) -> dict:
     """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank. loss_of:
     another loss than `micro_loss`, a critic's (train_ppo.py)."""
-    total, norms = defaultdict(float), []
-    parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
+    norms, sums, parts = [], defaultdict(float), [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
     updates_done = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
         policy.zero_grad()  # all of it: the optimizer knows only what is in its groups, and the clip takes all
-        for name, value in accumulate_gradients(policy, part, cfg, loss_of).items():
-            if name.endswith("_max"):
-                total[name] = torch.maximum(total.get(name, value), value)
-            else:
-                total[name] += value
+        accumulate_gradients(policy, part, cfg, loss_of, sums)
         check_optimizer(optimizer, policy)
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
         if not math.isfinite(norms[-1]):
@@ -749,40 +659,35 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
         optimizer.step()
         updates_done += 1
     policy.zero_grad()
-    metrics = checks.means_of(total)
+    metrics = checks.means_of(sums)
     metrics |= {"loss": metrics["loss"] / len(norms), "grad_norm": sum(norms) / len(norms)}
     for i, group in enumerate(optimizer.param_groups):
         metrics[f"lr/{group.get('name', i)}" if i else "lr"] = group["lr"]
     return metrics
 
 
-def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None) -> dict[str, Tensor]:
-    """Gradient of one optimizer update, however it is cut into micro-batches and ranks.
+def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None, sums=None) -> dict:
+    """Gradient of one optimizer update, however it is cut into micro-batches and ranks: counts are global and taken
+    before the loop. Returns `sums`, to which this rank's are added, a scalar each: "loss", "tokens" and statistics.
 
-    Counts are global and taken before the loop, or ranks with short completions would count more. Groups whose
-    completions all scored the same have no gradient under most losses: passes of such groups alone come first, and do
-    without the model's backward pass. Returns this rank's sums over tokens, a scalar each: "loss", "tokens" and the
-    statistics.
+    Groups whose completions all scored the same have no gradient under most losses: passes of such groups alone come
+    first, and end before the model's backward pass.
     """
-    loss_of = loss_of or micro_loss
+    sums = defaultdict(float) if sums is None else sums  # kept on the GPU: .item() would wait for the backward pass
     batch = prepared_for_update(policy, batch, cfg)
     counts = global_counts(batch, cfg)
     batch.weights = weights_of_update(batch, cfg, counts)  # [B, T]; cut as the rest of the batch is
-    if batch.record is not None:
-        scale_record(batch.record, counts["num_tokens"])
     batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
     # [B] of bool. A critic learns from every row, and has no advantages yet.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    sums: dict[str, Tensor] = defaultdict(float)  # kept on the GPU: .item() would wait for the backward pass
-    # Passes without a gradient skip the model's backward pass; once a rank had one, none is asked: ranks would wait.
-    no_gradient_yet = True
+    no_gradient_yet = True  # on any rank; once there was one no pass is asked any more, as ranks would wait
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
             two_stage = TwoStageBackward(policy)  # calls it for the loss
             with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
-                loss, stats = loss_of(two_stage, part, cfg, counts)
+                loss, stats = (loss_of or micro_loss)(two_stage, part, cfg, counts)
             # As loss.backward(), but for what is skipped. DDP and FSDP average gradients over ranks, and a sum is
             # wanted; DDP does so in the last backward pass, which every rank has to make.
             no_gradient_yet = two_stage.backward(loss * utils.world_size(), may_end_early=no_gradient_yet and not last)
@@ -815,20 +720,28 @@ def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
     return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
 
 
+def weights_of_update(batch: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
+    """`token_weights` of an update's rows, before prompts and completions are cut apart.  [B, T]"""
+    if cfg.loss_agg == "prompt_mean":
+        _, size = group_index(batch.groups)  # [B] completions of the row's prompt
+        counts = counts | {"num_tokens": (group_mean(batch.loss_mask.sum(1), batch.groups) * size)[:, None]}
+    return token_weights(batch.loss_mask, cfg.loss_agg, **counts)
+
+
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
+    if part.record is not None:
+        record(part, logprobs, entropy, counts["num_tokens"])
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
-    # The policy loss, times trainer / generator.
-    with checks.explained(f"policy loss {cfg.policy_loss!r}", part):  # a field that nobody computed: see `needs`
-        returned = POLICY_LOSSES[cfg.policy_loss](logprobs, part, cfg)
-    policy_loss, stats = checks.check_loss(returned, part, cfg)  # [B, T]
+    # The policy loss, times trainer / generator. `checks` says what is wrong with what a function returned.
+    policy_loss, stats = checks.policy_loss(POLICY_LOSSES[cfg.policy_loss], logprobs, part, cfg)  # [B, T]
     w = correction(logprobs, part, cfg)  # [B, T]
     per_token = policy_loss * w  # [B, T]
     stats = stats | mismatch_statistics(logprobs, w, part, cfg) | {"entropy": entropy}
     # What is weighted as the policy loss is: KL, teacher, entropy.
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
-        kl = checks.check_term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
+        kl = checks.term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
         if cfg.kl_ratio:  # sampled from pi_old: with the weight pi / pi_old it is the KL of pi, and so is its gradient
             kl = kl * log_ratio(logprobs, part).exp()
         per_token = per_token + cfg.beta * kl
@@ -839,12 +752,8 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
     per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
     loss = (part.weights * per_token).sum()
     # What has weights of its own.
-    with checks.explained("own_term", part):
-        own, numbers = own_term(logprobs, entropy if entropy.requires_grad else None, part, cfg)
-    stats = stats | checks.check_statistics("own_term", numbers, part)
-    if own is not None:
-        own_weights = 1 if getattr(own_term, "weights", "agg") == "sum" else part.weights
-        loss = loss + (own_weights * checks.check_term("own_term", own, part)).sum()
+    own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, with its weights
+    loss, stats = loss + own, stats | numbers
     for aux_loss in balance:  # a mean over the pass, which counts by its share of the update's tokens
         loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(counts["num_tokens"], 1)
         stats["routing/aux_loss"] = aux_loss
@@ -852,17 +761,13 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
 
 
 def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
-    """log pi_old, by --old_logprobs.  [B, T]
-
-    The policy's ratio is pi / pi_old, and `correction` is pi_old / mu, mu being the generator: where neither is clipped
-    their product is pi / mu in any case.
+    """log pi_old, by --old_logprobs. The policy's ratio is pi / pi_old, and `correction` is pi_old / mu, mu being the
+    generator: where neither is clipped their product is pi / mu in any case.  [B, T]
 
     recompute     pi before the step's first update
     sampler       mu: the ratio is pi / mu, and the correction 1
-    interpolate   from mu towards pi: half of the way for a token of weights one step old, n / (n + 1) of it for n steps
-                  (AReaL)
-    current       pi: the ratio is 1, and the correction pi / mu. sampler and interpolate take it for tokens that no
-                  generator sampled
+    interpolate   from mu n / (n + 1) of the way to pi, for a token of weights n steps old (AReaL)
+    current       pi: the ratio is 1; so it is, under sampler and interpolate, for tokens that no generator sampled
     """
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
@@ -879,7 +784,6 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     --reject_by rejects, and tokens with A < 0 of completions that drifted further than off_policy_threshold
     (DeepSeek-V3.2), measured with the current weights.
     """
-    mask = batch.loss_mask
     # [B, T] each: log(pi_old / generator) of a token (--old_logprobs sampler: pi / generator); exp of it, or of its sum
     d, w = mismatch(logprobs, batch, cfg)
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
@@ -888,9 +792,9 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
     else:
         w = w.clamp(cfg.correction_min, cfg.correction_max)
-    keep = not_rejected(d, mask, cfg)  # all, unless --reject_bounds are narrower than 0 to infinity
+    keep = not_rejected(d, batch.loss_mask, cfg)  # all, unless --reject_bounds are narrower than 0 to infinity
     if cfg.off_policy_threshold is not None:
-        drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)
+        drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), batch.loss_mask)  # [B, 1]
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
     return w * keep
 
@@ -910,6 +814,7 @@ class Policy(nn.Module):
     It exists because DDP and FSDP want everything that uses parameters inside one `forward`."""
 
     replays = True  # whether a mixture's experts are those that the generator chose (--router_replay); a critic: False
+    top = 0  # of how many likeliest tokens it also gives log-probs and ids: a teacher's (algorithms/teachers.py)
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
@@ -919,8 +824,7 @@ class Policy(nn.Module):
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
             take_packed_rows(self.hf_model)
-        self.balance = None  # holds without the next line, which is for mixtures of experts
-        # What replays the generator's choice of experts, and the function of the loss of --router_aux_coef.
+        self.balance = None  # without mixtures of experts; else the function of the loss of --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
         # Weights that a pass without images leaves out; the ranks add up their gradients all the same.
@@ -930,10 +834,10 @@ class Policy(nn.Module):
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature=1.0, top=0) -> tuple:
-        """Log-prob of `targets` [N] or [N, m], conditioned on the tokens of `inputs` up to (rows, columns) [N]; entropy
-        and sum of squared probabilities of the distribution it is drawn from [N]; with `top`, also the likeliest
-        tokens' log-probs and ids, [N, k] each; in training with --router_aux_coef the pass's balancing loss [N]."""
+    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature=1.0) -> tuple:
+        """Log-prob of `targets` [N] or [N, m], conditioned on the tokens of `inputs` (R rows of length L) up to (rows,
+        columns) [N]; entropy and sum of squared probabilities of the distribution it is drawn from [N]; then what
+        `top` and --router_aux_coef ask for."""
         device = targets.device.type
         # No autocast cache: all chunks would share one cast weight, and its gradient would be summed in bfloat16.
         casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
@@ -949,15 +853,15 @@ class Policy(nn.Module):
             size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             if len(hidden) <= size or not torch.is_grad_enabled():
-                parts = [self.head(h, t, temperature, top) for h, t in chunks]
+                parts = [self.head(h, t, temperature) for h, t in chunks]
             else:  # several chunks: recompute each one's logits in the backward pass
-                parts = [checkpoint(self.head, h, t, temperature, top, use_reentrant=False) for h, t in chunks]
+                parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False) for h, t in chunks]
             returned = [torch.cat(part) for part in zip(*parts, strict=True)]
             if self.balance and torch.is_grad_enabled():
                 returned.append(self.balance(out.router_logits, inputs["attention_mask"]).expand(len(hidden)))
         return tuple(returned)
 
-    def head(self, hidden: Tensor, targets: Tensor, temperature: float, top: int = 0) -> tuple[Tensor, ...]:
+    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
         logits = logits_of(self.hf_model, hidden, self.float32).float()  # [n, V]
         if self.never:
@@ -974,7 +878,7 @@ class Policy(nn.Module):
             entropy = -(p * log_p).sum(-1)  # [n]
         # No update reads the sum of squares: a pass over [n, V] is saved there.
         squares = torch.zeros_like(entropy) if trains else (p**2).sum(-1)  # [n]
-        return found, entropy, squares, *(log_p.topk(top) if top else ())
+        return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
@@ -1057,9 +961,9 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
     """AdamW, or what --optim names, on what is trained. Edit me: any torch optimizer, one or several groups.
 
     Choose by clean_name(name), which is the same whatever shards the model. Parameters of --strategy fsdp are flat
-    pieces, so what computes with matrices needs ddp or fsdp2. Each update sets every group's learning rate to `lr_at`
-    times the group's "lr_scale" (1 without one); it is logged as `lr`, of further groups as lr/NAME by their "name".
-    What `step` keeps from update to update belongs into self.state[p]: other attributes are in no checkpoint.
+    pieces: what computes with matrices needs ddp or fsdp2. Each update sets every group's learning rate to `lr_at`
+    times the group's "lr_scale" (1 without one), logged as lr/NAME by the group's "name". What `step` keeps from update
+    to update belongs into self.state[p]: other attributes are in no checkpoint.
     """
     trained, betas = [p for p in module.parameters() if p.requires_grad], (0.9, cfg.adam_beta2)
     if cfg.optim != "AdamW":
@@ -1067,7 +971,7 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
     return torch.optim.AdamW(trained, lr=cfg.learning_rate, betas=betas, weight_decay=cfg.weight_decay, fused=True)
 
 
-# ==== 9 weights to the generator =====================================================================================
+# ==== 9 weights to the generator, and to disk ========================================================================
 
 
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
@@ -1147,28 +1051,47 @@ def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: tor
     return chain(buckets, [parameters.saved_buffers(policy)]), None
 
 
+def save(run: Run, cfg: TrainConfig, step: int) -> None:
+    """A checkpoint after `step` steps: for `from_pretrained`, and to resume from."""
+    weights, adapter = saved_weights(run.policy, run.inner, cfg, run.generator.weight_dtype)
+    checkpoints.save_checkpoint(
+        run.run_dir, step, run.modules, run.inner.hf_model, weights, run.processor, run.state, run.memory,
+        cfg.save_total_limit, adapter,
+    )  # fmt: skip
+
+
 # ==== 10 evaluation ==================================================================================================
 
 
-def evaluate(rows: list[dict], generator, reward_functions: dict, cfg: TrainConfig, step: int) -> tuple[dict, list]:
-    """k completions of every held-out row: eval/reward, eval/mean@k (share solved), eval/pass@k (rows with one solved);
-    and the first completion of each of this rank's rows. A completion is solved if its score reaches --eval_solved.
-    step: training steps so far, which is the version of the weights that must have sampled."""
+def evaluate(run: Run, cfg: TrainConfig, step: int) -> dict:
+    """k completions of every held-out row, of the weights after `step` training steps: eval/reward, eval/mean@k (share
+    that reaches --eval_solved) and eval/pass@k (rows with one that does). Logs and returns them."""
     rank, world = torch.distributed.get_rank(), utils.world_size()
     how = dict(num_generations=cfg.eval_generations, temperature=cfg.eval_temperature, purpose="eval")
+    seed_generator(run.generator, cfg, step, stream=1)
 
-    async def sample() -> list[tuple[list[Trajectory], float]]:
-        given = generator, reward_functions, replace(cfg, **how), range(step, step + 1)
-        return await asyncio.gather(*(rollout(row, *given) for row in rows[rank::world]))
+    async def sample() -> list[list[Trajectory]]:
+        given = run.generator, run.reward_functions, replace(cfg, **how), range(step, step + 1)
+        return await asyncio.gather(*(rollout(row, *given) for row in run.held_out[rank::world]))
 
-    groups = [group for group, _ in asyncio.run(sample())]
-    for number, group in zip(range(rank, len(rows), world), groups, strict=True):
+    groups = asyncio.run(sample())
+    for number, group in zip(range(rank, len(run.held_out), world), groups, strict=True):
         for trajectory in group:
             trajectory.group = trajectory.info["row_number"] = number
     failed = check_failed(groups, cfg)["rollout/failed"]
     groups = [group for group in without_failed(groups) if group]
     metrics = {f"eval/{name}": value for name, value in eval_metrics(groups, cfg, rollouts.any_number).items()}
-    return metrics | ({"eval/failed": failed} if failed else {}), [group[0] for group in groups]
+    metrics |= {"eval/failed": failed} if failed else {}
+    shown = utils.gather_lists(evaluation_rows([group[0] for group in groups], cfg))
+    if run.log:
+        run.log.eval(step, metrics, shown)
+    return metrics
+
+
+def seed_generator(generator, cfg: TrainConfig, step: int, stream: int = 0) -> None:
+    """A generator in this process samples by a function of the step: a resumed run what the uninterrupted one did."""
+    if cfg.generator == "hf":  # the hash of numbers is the same in every run
+        generator.seed(hash((cfg.seed, step, stream, torch.distributed.get_rank())))
 
 
 # ==== 11 before the loop: settings, data, everything loaded ==========================================================
@@ -1179,7 +1102,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded to; holds without the next line
+    home = device  # where models are loaded to
     home = colocate.home(cfg, device)  # with --colocate the CPU, and the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
     # Chooses --tokens_per_microbatch and --gradient_checkpointing where they are not given, by the memory that is free.
@@ -1229,12 +1152,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, Sequence[dict], list[dict]]:
     """Everything that can be wrong before a process group, a GPU or a server is touched. Returns settings, reward
     functions, processor, training rows and held-out rows."""
-    return settled(cfg, format_row, check_algorithm, load_hf_model)
-
-
-def check_algorithm(cfg: TrainConfig) -> None:
-    """ConfigError for settings with which the functions in use cannot work."""
-    checks.check_functions(in_use(cfg), ADVANTAGES[cfg.advantage], cfg)
+    checks.check_functions(in_use(cfg), cfg)
+    return settled(cfg, format_row, load_hf_model)
 
 
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:

@@ -20,7 +20,7 @@ FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baseline
 FIELDS += ("current_logprobs",)
 
 
-def check_functions(functions: dict[str, Callable], advantage: Callable, cfg: TrainConfig) -> None:
+def check_functions(functions: dict[str, Callable], cfg: TrainConfig) -> None:
     """ConfigError for settings with which these cannot work. functions: in use, by the flag that names each."""
     for name, function in functions.items():
         known_name(f"{name}: .weights", getattr(function, "weights", "agg"), ("agg", "sum"))
@@ -29,7 +29,7 @@ def check_functions(functions: dict[str, Callable], advantage: Callable, cfg: Tr
         if fault := getattr(function, "check", lambda cfg: None)(cfg):
             raise ConfigError(f"{name}: {fault}.")
     check_teacher(functions, cfg)
-    compares = getattr(advantage, "compares_group", True)
+    compares = getattr(functions[f"--advantage {cfg.advantage}"], "compares_group", True)
     for domain in cfg.by_domain():
         if (compares(domain) if callable(compares) else compares) and domain.num_generations < 2:
             raise ConfigError(
@@ -82,20 +82,32 @@ def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict
     return advantages, dict(stats)
 
 
-def check_loss(result, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """What a policy loss returned, if it is (loss per token, statistics)."""
+def policy_loss(function: Callable, logprobs: Tensor, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """function(logprobs, batch, cfg), if it is (loss per token, statistics)."""
     name = f"policy loss {cfg.policy_loss!r}"
+    with explained(name, batch):
+        result = function(logprobs, batch, cfg)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise TypeError(f"{name} must return (loss per token [B, T], dict of statistics [B, T]); got {type(result)}.")
-    return check_term(name, result[0], batch), check_statistics(name, result[1], batch)
+    return term(name, result[0], batch), check_statistics(name, result[1], batch)
 
 
-def check_term(name: str, term: Tensor, batch) -> Tensor:
-    """A part of the loss, if it can be added up and trains something."""
-    term = checked(name, term, batch, "do not average: --loss_agg does")
-    if torch.is_grad_enabled() and not term.requires_grad and bool(term.any()):
+def own_term(function: Callable, logprobs: Tensor, entropy: Tensor, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """What train_grpo.own_term adds to the loss, a scalar: the sum of its tokens, by the loss's weights unless it says
+    `weights = "sum"`; and its statistics."""
+    with explained("own_term", batch):
+        added, numbers = function(logprobs, entropy if entropy.requires_grad else None, batch, cfg)
+    weights = 1 if getattr(function, "weights", "agg") == "sum" else batch.weights
+    total = 0.0 if added is None else (weights * term("own_term", added, batch)).sum()
+    return total, check_statistics("own_term", numbers, batch)
+
+
+def term(name: str, values: Tensor, batch) -> Tensor:
+    """A part of the loss [B, T], if it can be added up and trains something."""
+    values = checked(name, values, batch, "do not average: --loss_agg does")
+    if torch.is_grad_enabled() and not values.requires_grad and bool(values.any()):
         raise ValueError(f"{name} returned a term without a gradient, which trains nothing: no .detach() on logprobs.")
-    return term
+    return values
 
 
 def check_statistics(name: str, statistics: dict, batch) -> dict:

@@ -171,10 +171,12 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
     metrics = checks.over_ranks({"distill/seconds": took, "distill/seconds_max": took}, len(took))
     complete(batch, cfg)
     if in_this_process(cfg):
-        teacher, _ = run.teacher or (run.policy, run.inner)  # itself, by another prompt
+        teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
         seen, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
+        inner.top = cfg.distill_topk
         # [B, T], [B, T, k]: its log-probs, its tokens
-        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg, cfg.distill_topk)
+        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)
+        inner.top = 0
         metrics["time/teacher"] = time.perf_counter() - began
         enter(batch, seen, trajectories, logprobs, top, cfg)
     drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)

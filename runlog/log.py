@@ -198,6 +198,13 @@ def completion_rows(
     return rows
 
 
+def step_rows(trajectories: list, batch) -> list[dict]:
+    """What the run folder keeps of a step's trajectories, this rank's; with their tokens where those are recorded."""
+    advantages = batch.advantages.sum(1) / batch.loss_mask.sum(1).clamp(min=1)  # [B]
+    scores = [sum(t.token_rewards) for t in trajectories]
+    return completion_rows(trajectories, scores, advantages.tolist(), batch, batch.record is not None)
+
+
 def evaluation_rows(trajectories: list, cfg) -> list[dict]:
     """What the run folder keeps of an evaluation: those of the first KEPT_ROWS held-out rows, with pictures of the
     first PICTURED_ROWS. trajectories: one a row, of this rank's."""

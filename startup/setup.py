@@ -21,11 +21,10 @@ from startup import colocate
 
 
 def settled(
-    cfg: TrainConfig, format_row: Callable[[dict], dict], check_algorithm: Callable, load_hf_model: Callable
+    cfg: TrainConfig, format_row: Callable[[dict], dict], load_hf_model: Callable
 ) -> tuple[TrainConfig, dict[str, Callable], object, Sequence[dict], list[dict]]:
     """Settings with what follows from the model and the rows, reward functions, processor, training rows, held-out
     rows. ConfigError for what cannot work. The functions are train_grpo.py's."""
-    check_algorithm(cfg)
     with torch.device("meta"):  # what cannot be built is refused here
         hf_model = load_hf_model(cfg, torch.float32)
         if cfg.router_aux_coef:

@@ -6,7 +6,8 @@ import train_grpo as script
 
 
 async def sampled(rows, sampler, step, generator, reward_functions, cfg):
-    first, further = script.draw(sampler, step, cfg)
+    first = sampler.next(step)
+    further = sampler.extra(step, cfg.resample_rounds * len(first))
     versions = range(step, step + 1)
     return await script.sample_rows(rows, first, further, generator, reward_functions, cfg, versions, step)
 
@@ -21,4 +22,4 @@ def groups_of(rows, generator, reward_functions, cfg):
     async def all_rows():
         return await asyncio.gather(*(script.rollout(row, generator, reward_functions, cfg) for row in rows))
 
-    return [group for group, _ in asyncio.run(all_rows())]
+    return asyncio.run(all_rows())

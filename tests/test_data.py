@@ -18,7 +18,7 @@ from data import load_data, load_rows
 from inputs.processor import load_processor
 from inputs.prompts import prompt_ids
 from inputs.trajectory import Completion, RowError
-from train_grpo import PromptSampler, draw, sample_rows
+from train_grpo import PromptSampler, sample_rows
 
 pytestmark = pytest.mark.quick
 
@@ -240,17 +240,17 @@ def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, less):
     rows, counts = asked
     limit, sampler = sorted(counts)[60] - less, PromptSampler(120, 40, seed=0)
     cfg = TrainConfig(max_prompt_length=limit, num_generations=2, reward_funcs=["length"])
-    first, further = draw(sampler, 0, cfg)
+    first, further = sampler.next(0), sampler.extra(0, 40 * cfg.resample_rounds)
     functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
-    sampled = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
+    groups = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
     places = [[first[place], *further[place::40]] for place in range(40)]
     fit = [([n for n in drawn if counts[n] <= limit] or drawn[-1:])[0] for drawn in places]
-    assert first != fit and [one.group[0].row["answer"] for one in sampled] == [*map(str, fit)]
-    for number, one in zip(fit, sampled, strict=True):
+    assert first != fit and [group[0].row["answer"] for group in groups] == [*map(str, fit)]
+    for number, group in zip(fit, groups, strict=True):
         if counts[number] <= limit:
-            assert len(one.group[0].prompt_ids) == counts[number] and not one.silent
+            assert len(group[0].prompt_ids) == counts[number]
         else:
-            assert one.silent and all(isinstance(t.info["failure"], RowError) for t in one.group)
+            assert all(isinstance(t.info["failure"], RowError) for t in group)
 
 
 def test_the_first_prompts_are_counted_before_anything_starts(asked, capsys):

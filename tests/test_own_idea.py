@@ -41,10 +41,11 @@ def small(monkeypatch):
     ],
 )
 def test_settings_an_algorithm_cannot_work_with(settings, message):
+    cfg = TrainConfig(**settings)
     if message is None:
-        return script.check_algorithm(TrainConfig(**settings))
+        return script.checks.check_functions(script.in_use(cfg), cfg)
     with pytest.raises(ConfigError, match=message):
-        script.check_algorithm(TrainConfig(**settings))
+        script.checks.check_functions(script.in_use(cfg), cfg)
 
 
 @pytest.mark.parametrize("field", ["entropy", "sum_pi_squared", "ref_logprobs"])
@@ -287,10 +288,11 @@ def test_a_rollout_knows_what_it_is_called_for(monkeypatch):
     sampler = SimpleNamespace(next=lambda step: [0, 1], extra=lambda *_: [])
     sampled, _ = asyncio.run(steps.sampled(rows, sampler, 0, Sampler(), {"mine": scored}, cfg))
     assert sorted(seen) == [("baseline", 1, 0.0)] * 2 + [("train", 3, 1.0), ("train", 4, 1.0)]
-    assert [len(group) for group, *_ in sampled] == [3, 4]
-    assert sampled[0][0][0].info["baselines"] == 0.0
+    assert [len(group) for group in sampled] == [3, 4]
+    assert sampled[0][0].info["baselines"] == 0.0
     seen.clear()
-    metrics, _ = script.evaluate(rows, Sampler(), {"mine": scored}, cfg, 0)
+    run = SimpleNamespace(held_out=rows, generator=Sampler(), reward_functions={"mine": scored}, log=None)
+    metrics = script.evaluate(run, replace(cfg, log_completions=False), 0)
     assert seen == [("eval", 2, 1.0)] * 2 and metrics["eval/pass@2"] == 0.0
 
 
