@@ -64,7 +64,7 @@ class Fake:
     def next(self, draw):
         return range(draw * self.share, (draw + 1) * self.share)
 
-    def extra(self, draw, round, count):
+    def extra(self, draw, count):
         return [0] * count
 
     async def sample_rows(self, rows, first, further, generator, functions, cfg, versions, step):
@@ -76,9 +76,14 @@ class Fake:
             raise RuntimeError("a reward raised")
         assert born in versions and self.version in versions
         one = SimpleNamespace(
-            policy_version=born, policy_version_last=self.version, token_ids=[1], loss_mask=[1], number=number, info={}
+            policy_version=born,
+            policy_version_last=self.version,
+            token_ids=[1],
+            loss_mask=[1],
+            number=number,
+            info={"sampled_at": 0.0},
         )
-        return [one], {"prompts": 1}
+        return [[one]], {"prompts": 1}
 
 
 def ahead(fake, cfg, first=0, memory=None):
@@ -106,7 +111,7 @@ def faked(monkeypatch):
     """Whose `fake` samples."""
     this = SimpleNamespace()
     monkeypatch.setattr(train_async, "sample_rows", lambda *given: this.fake.sample_rows(*given))
-    monkeypatch.setattr(train_async, "collect", lambda rows, found, counts, cfg: (found, {"time/generate": 0.0}))
+    monkeypatch.setattr(train_async, "collect", lambda rows, found, counts, cfg: (sum(found, []), {}))
     return this
 
 
