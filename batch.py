@@ -61,7 +61,8 @@ class Batch:
     routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: modeling/router_replay.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
     rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
-    weights: Tensor | None = None  # [B, T] what each token counts for in the loss of the update (`token_weights`)
+    weights: Tensor | None = None  # [B, T] what each token counts for in the loss of the update (`token_weights`), and
+    update_tokens: float = 0.0  # the loss tokens of this update, over all ranks
     versions: Tensor | None = None  # [B, T] of the weights that sampled each token: steps done before
     step: int = 0  # of the run, from 0
     stand_in: bool = False  # this rank has no rows here; the one it has, for the collectives, counts for nothing
@@ -263,16 +264,16 @@ def start_record(batch: Batch) -> None:
     batch.places = torch.arange(len(batch), device=batch.input_ids.device)
 
 
-def record(batch: Batch, logprobs: Tensor, entropy: Tensor, num_tokens: float) -> None:
+def record(batch: Batch, logprobs: Tensor, entropy: Tensor) -> None:
     """Enter a pass over a micro-batch into batch.record: log-probs and entropy [B, T], and, by a hook in the backward
-    pass, how much the loss moves each log-prob: -d loss / d logprob x num_tokens (those of the update), which is the
+    pass, how much the loss moves each log-prob: -d loss / d logprob x the update's tokens, which is the
     advantage under token_mean and a ratio of 1. A later pass over the same rows overwrites it."""
     where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns, [N] each
     begun = 0 if batch.starts is None else batch.starts[where[0]]
     kept, place = batch.record, (batch.places[where[0]], where[1] + begun)
     kept.logprob[place], kept.entropy[place] = logprobs.detach()[where].float(), entropy.detach()[where].float()
     kept.weight[place] = 0.0
-    scale = -num_tokens / utils.world_size()  # gradients are those of the loss times the number of ranks
+    scale = -batch.update_tokens / utils.world_size()  # gradients are those of the loss times the number of ranks
 
     def add(gradient: Tensor) -> None:
         kept.weight[place] += scale * gradient[where].float()

@@ -456,22 +456,20 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places; 0 elsewhere. With
     gradient (the entropy only if something in the loss reads it).  [B, T] each
 
-    Where a teacher has named its likeliest tokens (batch.teacher_top), this policy's log-probs of those become
-    batch.top_logprobs.
+    Sets batch.top_logprobs [B, T, k] where a teacher has named its k likeliest tokens.
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
-    # A dict for the model; where in its output the hidden states are that predict the sampled tokens; these.  [N] each
+    # A dict for the model; where in its output the hidden states are that predict the sampled tokens [N] each; these
+    # [N], or with a teacher's likeliest tokens at the same places, batch.teacher_top, [N, 1 + k].
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
-    if batch.teacher_top is not None:  # beside the sampled token those that a teacher finds likeliest
-        targets = torch.cat([targets[:, None], batch.teacher_top[where]], 1)  # [N, 1 + k]
 
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
         return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
 
-    logprobs, *others = policy(inputs, at_rows, at_columns, targets, cfg.temperature)  # [N] each
-    if logprobs.ndim > 1:
-        batch.top_logprobs, logprobs = placed_back(logprobs[:, 1:]), logprobs[:, 0]
-    return tuple(map(placed_back, (logprobs, *others)))
+    logprobs, *others = map(placed_back, policy(inputs, at_rows, at_columns, targets, cfg.temperature))
+    if logprobs.ndim > 2:
+        batch.top_logprobs, logprobs = logprobs[..., 1:], logprobs[..., 0]
+    return logprobs, *others
 
 
 # ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], numbers to log) =============================================
@@ -674,10 +672,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     first, and end before the model's backward pass.
     """
     sums = defaultdict(float) if sums is None else sums  # kept on the GPU: .item() would wait for the backward pass
-    batch = prepared_for_update(policy, batch, cfg)
-    counts = global_counts(batch, cfg)
-    batch.weights = weights_of_update(batch, cfg, counts)  # [B, T]; cut as the rest of the batch is
-    batch = split_restarts(batch)  # a row for each context of a completion; usually the same batch
+    batch = split_restarts(prepared_for_update(policy, batch, cfg))  # a row for each context; usually a completion
     # [B] of bool. A critic learns from every row, and has no advantages yet.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
@@ -687,7 +682,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
         with parameters.exchanging(policy, last):
             two_stage = TwoStageBackward(policy)  # calls it for the loss
             with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
-                loss, stats = (loss_of or micro_loss)(two_stage, part, cfg, counts)
+                loss, stats = (loss_of or micro_loss)(two_stage, part, cfg)
             # As loss.backward(), but for what is skipped. DDP and FSDP average gradients over ranks, and a sum is
             # wanted; DDP does so in the last backward pass, which every rank has to make.
             no_gradient_yet = two_stage.backward(loss * utils.world_size(), may_end_early=no_gradient_yet and not last)
@@ -697,8 +692,9 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
 
 
 def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
-    """The batch with what has to be known of all of an update's rows before they are cut."""
+    """The batch with what takes all of an update's rows: weights of tokens, what functions `prepare` (section 5)."""
     batch = replace(batch, extras=dict(batch.extras))
+    batch.weights, batch.update_tokens = weights_of_update(batch, cfg)  # [B, T], cut as the rest of the batch is; float
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
     shown = batch  # to the functions that prepare something
@@ -710,29 +706,26 @@ def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Ba
     return batch
 
 
-def global_counts(batch: Batch, cfg: TrainConfig) -> dict[str, float]:
-    """What `token_weights` divides by, of all ranks."""
-    counts_all = cfg.loss_agg == "constant" and not batch.stand_in  # all completions, else those with a loss token
-    sequences = len(batch) if counts_all else int(batch.loss_mask.any(1).sum())
+def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
+    """`token_weights` of an update's rows [B, T], and its loss tokens, by counts over all ranks."""
+    num_tokens, num_sequences = batch.loss_mask.sum(), batch.loss_mask.any(1).sum()
+    if cfg.loss_agg == "constant" and not batch.stand_in:
+        num_sequences = len(batch)
     if cfg.loss_agg == "prompt_mean":  # a prompt's completions lie on one rank
-        sequences = len(batch.groups[batch.loss_mask.any(1)].unique())
-    tokens, sequences = utils.all_sum(torch.tensor([float(batch.loss_mask.sum()), float(sequences)])).tolist()
-    return dict(num_tokens=tokens, num_sequences=sequences, max_tokens=cfg.max_completion_length)
-
-
-def weights_of_update(batch: Batch, cfg: TrainConfig, counts: dict) -> Tensor:
-    """`token_weights` of an update's rows, before prompts and completions are cut apart.  [B, T]"""
+        num_sequences = len(batch.groups[batch.loss_mask.any(1)].unique())
+    num_tokens, num_sequences = utils.all_sum(torch.tensor([float(num_tokens), float(num_sequences)])).tolist()
+    counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=cfg.max_completion_length)
     if cfg.loss_agg == "prompt_mean":
         _, size = group_index(batch.groups)  # [B] completions of the row's prompt
-        counts = counts | {"num_tokens": (group_mean(batch.loss_mask.sum(1), batch.groups) * size)[:, None]}
-    return token_weights(batch.loss_mask, cfg.loss_agg, **counts)
+        counts["num_tokens"] = (group_mean(batch.loss_mask.sum(1), batch.groups) * size)[:, None]
+    return token_weights(batch.loss_mask, cfg.loss_agg, **counts), num_tokens
 
 
-def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
+def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
     logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
     if part.record is not None:
-        record(part, logprobs, entropy, counts["num_tokens"])
+        record(part, logprobs, entropy)
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
     # The policy loss, times trainer / generator. `checks` says what is wrong with what a function returned.
     policy_loss, stats = checks.policy_loss(POLICY_LOSSES[cfg.policy_loss], logprobs, part, cfg)  # [B, T]
@@ -755,7 +748,7 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig, counts: dict) ->
     own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, with its weights
     loss, stats = loss + own, stats | numbers
     for aux_loss in balance:  # a mean over the pass, which counts by its share of the update's tokens
-        loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(counts["num_tokens"], 1)
+        loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(part.update_tokens, 1)
         stats["routing/aux_loss"] = aux_loss
     return loss, stats
 

@@ -170,7 +170,7 @@ class CriticTrainer:
         return metrics | {f"value/{name.removeprefix('value/')}": value for name, value in update.items()}
 
 
-def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig, counts: dict) -> tuple[Tensor, dict]:
+def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """This micro-batch's share of the critic's loss, and statistics as per-token matrices [B, T]."""
     (values,) = compute_logprobs(critic, part, cfg)  # [B, T]
     per_token, stats = value_loss(values, part, cfg)

@@ -17,8 +17,9 @@ from inputs.vision import TYPES, join_inputs, per_token
 
 def on_host(batch: Batch) -> Batch:
     """The batch with what packing looks at on the CPU: else the GPU would be waited for at every prompt."""
-    looked_at = ("input_ids", "attention_mask", "loss_mask", "groups")
-    return replace(batch, **{name: getattr(batch, name).cpu() for name in looked_at})
+    looked_at = ("input_ids", "attention_mask", "loss_mask", "groups", "teacher_top")
+    given = {name: getattr(batch, name) for name in looked_at}
+    return replace(batch, **{name: values.cpu() for name, values in given.items() if values is not None})
 
 
 def runs(groups: Tensor) -> list[list[int]]:
@@ -63,12 +64,15 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
 
         p p a a b q c   positions 0 1 2 3 2 0 1   segments (2, None) (2, 0) (1, 0) (1, None) (1, 3)
 
-    Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N]; R is 1, or B
-    where prompts are not shared. Packed rows have "segments" among the inputs, which is for attention.py.
+    Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N], or [N, 1 + k]
+    with batch.teacher_top; R is 1, or B where prompts are not shared. Packed rows have "segments" among the inputs,
+    which is for attention.py.
     """
     device, batch = batch.input_ids.device, on_host(batch)
     rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
     before, targets = places - 1, batch.input_ids[rows, places]  # [N] each
+    if batch.teacher_top is not None:
+        targets = torch.cat([targets[:, None], batch.teacher_top[rows, places]], 1)  # [N, 1 + k]
     inputs, rows, columns = (packed_row if cfg.shared_prefix else plain_rows)(batch, rows, before)
     inputs = {name: utils.sent(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
     return inputs, *(utils.sent(x, device) for x in (rows, columns, targets))

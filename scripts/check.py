@@ -159,9 +159,9 @@ def dump(script: str, task: list[str], flags: tuple[str, ...], folder: str) -> i
         sys.exit(f"check: {script} has no update of its own to dump; give train_grpo.py or a copy of it")
     original = module.accumulate_gradients
 
-    def accumulate_gradients(policy, batch, cfg, loss_of=None):
+    def accumulate_gradients(policy, batch, cfg, *given):
         module.accumulate_gradients = original
-        sums = original(policy, batch, cfg, loss_of)
+        sums = original(policy, batch, cfg, *given)
         policy.model.save_pretrained(folder)
         gradients = {module.clean_name(name): p.grad for name, p in policy.named_parameters() if p.grad is not None}
         for name, values in ("gradient", gradients), ("batch", vars(batch) | batch.extras):

@@ -160,8 +160,8 @@ def foreign_loss(logprobs, batch, cfg):
     return loss - 0.1 * logprobs, stats
 
 
-def with_foreign_term(policy, part, cfg, counts):
+def with_foreign_term(policy, part, cfg):
     """A term beside the policy loss, as somebody may write who copies the script."""
-    loss, stats = script.micro_loss(policy, part, cfg, counts)
+    loss, stats = script.micro_loss(policy, part, cfg)
     logprobs, _, _ = script.compute_logprobs(policy, part, cfg)
     return loss - 0.1 * (part.weights * logprobs).sum(), stats

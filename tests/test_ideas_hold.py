@@ -197,12 +197,12 @@ def settings_at(step, cfg):
     return replace(cfg, max_completion_length=2 + step, temperature=0.5 + step)
 
 
-counts_of = global_counts
+weights_as_they_are = token_weights
 
 
-def global_counts(batch, cfg):
-    assert counts_of(batch, cfg)["max_tokens"] == 12  # of --loss_agg constant
-    return counts_of(batch, cfg)
+def token_weights(mask, mode, **counts):
+    assert counts["max_tokens"] == 12  # of --loss_agg constant
+    return weights_as_they_are(mask, mode, **counts)
 """
 
 

@@ -37,18 +37,18 @@ def test_a_function_runs_on_ranks():
         on_ranks(2, one_fails, "late", limit=5)
 
 
-def counts(loss_agg: str) -> dict:
+def weighed(loss_agg: str) -> tuple:
     """Of one completion with 3 tokens on rank 0; of two with 2, and 4 of 6, and one that is left out, on rank 1."""
     masks = [[[1, 1, 1]], [[1, 1], [1, 1, 0, 0, 1, 1], [0, 0]]][dist.get_rank()]
     rows = [Trajectory({}, n, [5], [7] * len(m), m, [0.0] * len(m), [0.0] * len(m)) for n, m in enumerate(masks)]
     batch = script.collate(rows, 0, torch.device("cpu"), dist.get_rank())
-    return script.global_counts(batch, TrainConfig(loss_agg=loss_agg, max_completion_length=10))
+    weights, tokens = script.weights_of_update(batch, TrainConfig(loss_agg=loss_agg, max_completion_length=10))
+    return float(weights.max()), tokens
 
 
 def test_an_update_counts_the_tokens_and_completions_of_all_ranks():
-    for loss_agg, sequences in (("token_mean", 3), ("constant", 4)):
-        expected = dict(num_tokens=9, num_sequences=sequences, max_tokens=10)
-        assert on_ranks(2, counts, loss_agg) == [expected, expected]
+    for loss_agg, weight in (("token_mean", 1 / 9), ("constant", 1 / 40), ("seq_sum", 1 / 3)):
+        assert on_ranks(2, weighed, loss_agg) == [(pytest.approx(weight), 9)] * 2
 
 
 def exchanged(sizes: list[list[int]]) -> tuple[list[int], int, dict]:

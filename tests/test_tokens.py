@@ -60,14 +60,12 @@ def derivative(policy, batch, cfg, loss_of) -> torch.Tensor:
         now = script.all_logprobs(policy, batch, cfg)[0]
         batch = replace(batch, extras=prepare(replace(batch, current_logprobs=now), cfg))
     mask, whole = batch.loss_mask, replace(batch, record=None)
-    counts = dict(num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=512)
-    counts["num_sequences"] = float(len(batch)) if cfg.loss_agg == "constant" else counts["num_sequences"]
-    whole.weights = script.weights_of_update(whole, cfg, counts)
-    loss, _ = loss_of(given, whole, cfg, counts)
+    whole.weights, tokens = script.weights_of_update(whole, cfg)
+    loss, _ = loss_of(given, whole, cfg)
     (gradient,) = torch.autograd.grad(loss, found["values"][:1], allow_unused=True)
     out = torch.zeros_like(mask)
     if gradient is not None:
-        out[mask.nonzero(as_tuple=True)] = -counts["num_tokens"] * gradient
+        out[mask.nonzero(as_tuple=True)] = -tokens * gradient
     return out
 
 
