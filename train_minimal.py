@@ -134,17 +134,17 @@ async def sample(
                 token_ids=c.token_ids,  # as they were sampled, the end token among them: never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled by the model; 0 would mark a tool's answer
                 logprobs=c.logprobs,  # after the division by the temperature
-                token_rewards=[0.0] * len(c.token_ids),  # not used here
+                token_rewards=[0.0] * len(c.token_ids),  # filled in by `score`; not used here
                 finish_reason=c.finish_reason,  # "length" if it was cut off, else "stop"
                 info={"begun": begun, "completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},
             )
             for c in group
         ]
-    starts = range(0, len(trajectories), count)
+    starts = range(0, len(trajectories), count)  # of each prompt; its completions are scored together
     await asyncio.gather(*(score(trajectories[start : start + count], rewards, cfg) for start in starts))
     if any(t.info["unrewarded"] for t in trajectories):
         raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
-    scores = torch.tensor([t.info["reward"] for t in trajectories], dtype=torch.float64)
+    scores = torch.tensor([t.info["reward"] for t in trajectories], dtype=torch.float64)  # by `score`
     return trajectories, scores.view(len(rows), count)
 
 
@@ -194,7 +194,7 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor],
 
     A loss of yours may use whatever `tensors` puts into `part`. It takes no mean over completions, which would depend
     on the micro-batches, and is finite at prompts and padding, too, where it is multiplied by 0."""
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = (logprobs - old_logprobs).exp()  # [B, T]
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
 
@@ -209,7 +209,7 @@ def accumulate_gradients(model: nn.Module, parts: list[dict[str, Tensor]], cfg: 
     normalizer = tokens
     sums = torch.zeros(2, device=tokens.device)
     for part in parts:
-        logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]
+        logprobs, mask = token_logprobs(model, part, cfg), part["loss_mask"]  # [B, T] each
         # The trainer's log-probs before the step's first update: the clip measures how far updates move the policy.
         # With one update a step they are the current ones; with several, `update` has put them into the part.
         old = part.get("old_logprobs", logprobs.detach())
@@ -310,7 +310,7 @@ def train(cfg: Settings) -> None:
         share, n = rows_of_step(rows, step, cfg), cfg.num_generations
         trajectories, scores = asyncio.run(sample(share, n, step, generator, rewards, cfg))  # [rows, n]
         sampled = time.perf_counter()
-        per_completion, size = advantages(scores).flatten(), cfg.rows_per_microbatch
+        per_completion, size = advantages(scores).flatten(), cfg.rows_per_microbatch  # [rows * n]
         starts = range(0, len(trajectories), size)
         parts = [tensors(trajectories[i : i + size], per_completion[i : i + size], device) for i in starts]
         metrics = update(model, optimizer, parts, step, cfg)
