@@ -429,7 +429,7 @@ def sources(cfg) -> dict[str, tuple]:
     return {use: (name, cfg.dataset_config, split, not cfg.env) for use, (name, split) in found.items()}
 
 
-def load_data(cfg, format_row: Callable[[dict], dict] | None, whole=None) -> tuple[Sequence[dict], list[dict]]:
+def load_data(cfg, format_row: Callable[[dict], dict] | None = None, whole=None) -> tuple[Sequence[dict], list[dict]]:
     """Training rows and held-out rows (empty without evaluation). Of a domain's config, its rows; then whole: the run's
     config."""
     found = {"train": [], "eval": []}

@@ -31,8 +31,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. What functions of other files read besides, such
-    as system_prompt or reward_timeout, has its default in config.py: copy its line to here, and it is a flag."""
+    """The flags of this script; the comment behind each is its help. What is read besides, such as dist_timeout here or
+    system_prompt in other files, has its default in config.py: copy its line to here, and it is a flag."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -288,7 +288,7 @@ def train(cfg: Settings) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
     tokenizer, rewards = load_processor(cfg.model_id), get_reward_functions(cfg)
-    rows, held_out = (fitting(split, tokenizer, cfg) for split in load_data(cfg, format_row=None))
+    rows, held_out = (fitting(split, tokenizer, cfg) for split in load_data(cfg))
     check_step_size(len(rows), cfg.prompts_per_step, world)  # that ranks divide a step's prompts has been checked
     model = load_hf_model(cfg, torch.float32).to(device)  # transformers' from_pretrained, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
