@@ -46,7 +46,8 @@ from types import SimpleNamespace
 
 from config import ConfigError, function_path, known_name, load_function, require, shorten
 from inputs.trajectory import LARGEST
-from safety.calls import UnusableResult, copied, plain, run_limited, unread
+from safety.calls import run_limited
+from safety.results import UnusableResult, copied, plain, unread
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
     completion_text,

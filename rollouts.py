@@ -30,7 +30,7 @@ from inputs.trajectory import (
     sampling_options,
 )
 from inputs.vision import build_prompt, check_echo, vision_prompt
-from safety.calls import say_once, warn_once
+from safety.results import say_once, warn_once
 
 # Environments and agents are imported where they are asked for: a run of single turns reads none of them.
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import ConfigError, TrainConfig
-from safety import calls
+from safety.calls import NEW_THREADS
+from safety.results import AT_END
 
 # ---- 1 ranks --------------------------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         let_segments_grow(device)
-        calls.NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
+        NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else None
         dist.init_process_group(
@@ -342,7 +343,7 @@ def end_process(status: int, clean_up: Callable[[], None] = lambda: None) -> NoR
     GIL, which such a thread may want too: it lets go of Python objects of the backward pass whose all-reduce it ran.
     """
     try:
-        for each in (clean_up, *calls.AT_END):
+        for each in (clean_up, *AT_END):
             each()
     except Exception:  # a report that cannot be written must not hide why the run failed, nor keep it alive
         traceback.print_exc()

@@ -31,7 +31,7 @@ from config import ConfigError, TrainConfig, function_path, load_function, short
 from envs.base import limited, read_score
 from envs.tools import places
 from inputs.trajectory import Trajectory, TrajectoryError
-from safety.calls import plain
+from safety.results import plain
 
 
 @dataclass

@@ -50,7 +50,7 @@ from inputs.parts import parts_of
 from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, pattern_of, with_tools
 from inputs.trajectory import Trajectory
 from inputs.vision import Prompt, build_prompt, continued, observed
-from safety.calls import warn_once
+from safety.results import warn_once
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MOST_TOKENS = ("max_completion_tokens", "max_tokens")

@@ -26,7 +26,7 @@ from batch import (
     whiten,
 )
 from config import TrainConfig
-from safety.calls import warn_once
+from safety.results import warn_once
 
 
 def normalised_beforehand(cfg: TrainConfig) -> bool:

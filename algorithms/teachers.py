@@ -31,7 +31,8 @@ from inputs.prompts import is_vision, prompt_ids
 from inputs.trajectory import Trajectory, TrajectoryError
 from inputs.vision import Prompt, vision_prompt
 from network import secrets
-from safety.calls import run_limited, say_once, unread
+from safety.calls import run_limited
+from safety.results import say_once, unread
 from serving.teacher import TeacherError, TeacherServers
 
 

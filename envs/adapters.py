@@ -24,7 +24,8 @@ from envs.base import Environment, ToolEnvironment, limited, name_of
 from envs.mcp import get_tools
 from envs.tools import Tool, from_function
 from inputs.parts import parts_of
-from safety.calls import run_limited, unread, warn_once
+from safety.calls import run_limited
+from safety.results import unread, warn_once
 from safety.sandbox import check_contained
 
 # gymnasium and textarena, optional packages, are imported where their environments are made.

@@ -44,7 +44,8 @@ from inputs.formats import instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts
 from inputs.prompts import clean, each_text, is_vision
 from inputs.trajectory import LARGEST, TrajectoryError
-from safety.calls import plain, run_limited, unread, warn_once
+from safety.calls import run_limited
+from safety.results import plain, unread, warn_once
 
 
 class Environment:

@@ -21,7 +21,8 @@ from config import ConfigError, require
 from envs.tools import Tool, named_tools
 from inputs.parts import text_part
 from network import secrets
-from safety.calls import AT_END, shared_loop, warn_once
+from safety.calls import shared_loop
+from safety.results import AT_END, warn_once
 from safety.sandbox import check_contained
 
 # The MCP SDK and what comes with it take a second, and are imported by connections.

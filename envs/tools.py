@@ -30,7 +30,8 @@ from config import ConfigError, function_path, known_name, load_function, shorte
 from inputs.formats import Call
 from inputs.parts import PartError, parts_of
 from inputs.prompts import clean, each_text
-from safety.calls import run_limited, warn_once
+from safety.calls import run_limited
+from safety.results import warn_once
 from safety.sandbox import run_python
 
 # transformers takes seconds, pydantic only tools need: they are imported where a tool is made.

@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from config import ConfigError, TrainConfig
 from inputs.processor import load_config, loading, takes_images
 from modeling.model import experts_of, lora_layers
-from safety.calls import say_once
+from safety.results import say_once
 
 # PEFT imports bitsandbytes where it is installed, which then warns of an optional kernel for CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 import utils
 from config import ConfigError, TrainConfig
 from modeling.model import experts_of
-from safety.calls import warn_once
+from safety.results import warn_once
 
 
 class Routing(TorchFunctionMode):

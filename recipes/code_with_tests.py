@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from published import published
 
-from safety.calls import warn_once
+from safety.results import warn_once
 from safety.sandbox import SandboxError, run_python, run_tests
 from scoring.text import completion_text, python_of
 

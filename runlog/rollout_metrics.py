@@ -14,7 +14,7 @@ import utils
 from config import TrainConfig
 from inputs.trajectory import RowError, Trajectory, calls_in, is_scored, stands_in
 from network.http import origin
-from safety.calls import warn_once
+from safety.results import warn_once
 
 Numbers = dict[str, float | list[float]]  # of one trajectory, or of a prompt's
 COUNTS = ("reward_timeouts", "unrewarded", "reward_without_token")  # in the info of a trajectory

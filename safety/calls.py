@@ -13,27 +13,22 @@ says it in user's terms.
 import asyncio
 import faulthandler
 import functools
-import importlib
 import inspect
-import logging
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
+
+from safety.results import copied, name_of, plain, warn_once
 
 MARGIN = 10.0  # seconds beyond its limit after which a call that lets nothing else run ends the process
 MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
 GIVEN_UP_SECONDS = 60.0
 FIRST_WARNING = 4  # calls that ran out of time and still run
 
-AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
 NEW_THREADS: list[Callable[[], None]] = []  # what a thread does first: torch's current GPU is each thread's own
-
-logger = logging.getLogger(__name__)
 
 
 # ---- calls within a time --------------------------------------------------------------------------------------------
@@ -64,7 +59,8 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
     while isinstance(function, functools.partial) and not function.args:
         function, kwargs = function.func, function.keywords | kwargs
     if getattr(function, "own_process", False):
-        processes = importlib.import_module("safety.processes")  # few functions ask for one; it builds on this file
+        from safety import processes  # few functions ask for one
+
         return await processes.run_in_process(function, kwargs, seconds, read)
     call, ended, loop = Call(function, time.monotonic() + seconds), Future(), shared_loop()
 
@@ -147,71 +143,3 @@ def give_up(call: Call) -> None:
         raise TooManyGivenUp(said)
     if len(late) >= FIRST_WARNING:
         warn_once(said, kind=f"late calls: 2 ** {len(late).bit_length()}")
-
-
-def copied(value):
-    """Lists, dicts, tuples and sets anew, in any depth; what else they hold - images, tensors, objects - as it is."""
-    kind = type(value)
-    if kind is dict:
-        return {key: copied(part) for key, part in value.items()}
-    return kind(map(copied, value)) if kind in (list, tuple, set) else value
-
-
-def name_of(function: Callable) -> str:
-    """Such as "right (my_rewards.py:12)"."""
-    function = inspect.unwrap(getattr(function, "func", function))
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else name
-
-
-# ---- what a call returned, as plain data ----------------------------------------------------------------------------
-
-
-class UnusableResult(TypeError):
-    """The function returned what cannot be used; the text begins with "returned". index: of the completion at fault."""
-
-    def __init__(self, fault: str, index: int | None = None):
-        super().__init__(fault)
-        self.index = index
-
-
-def unread(value):
-    """Of what goes from one function of a user to another."""
-    return value
-
-
-KEYS = str | int | float | tuple
-KEPT = None | str | bytes | bytearray | int | float | set | frozenset | Path
-
-
-def plain(value):
-    """Of a tool or an environment: lists, tuples and dicts of texts and numbers; a number of numpy or torch becomes one
-    of python's own; images, arrays, tensors, sets and paths stay; anything else is its text."""
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, KEYS) else str(key): plain(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(map(plain, value))
-    if getattr(value, "shape", None) == ():
-        return value.item()
-    foreign = type(value).__module__.partition(".")[0] in ("numpy", "torch", "PIL")
-    return value if foreign or isinstance(value, KEPT) else str(value)
-
-
-# ---- what is said ---------------------------------------------------------------------------------------------------
-
-_WARNED: set[str] = set()
-
-
-def warn_once(message: str, kind: str | None = None) -> None:
-    """Log a warning the first time it is given; of a `kind`, whose texts quote now this and now that, the first one."""
-    if (key := kind or message) not in _WARNED:
-        _WARNED.add(key)
-        logger.warning(message)
-
-
-@functools.cache
-def say_once(message: str) -> None:
-    """Print, on rank 0, what is no reason to worry."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message)

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from config import function_path, load_function, shorten
-from safety.calls import AT_END, UnusableResult, name_of, unread, warn_once
+from safety.results import AT_END, UnusableResult, name_of, unread, warn_once
 
 ROOT = Path(__file__).resolve().parent.parent
 ITEM_TIMEOUT = 5.0  # seconds a scorer may take for one completion

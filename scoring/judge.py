@@ -15,7 +15,7 @@ from pathlib import Path
 
 from inputs.parts import transcript
 from network import http, secrets
-from safety.calls import warn_once
+from safety.results import warn_once
 from scoring.text import completion_text
 
 TEMPLATE = """Judge an answer.

@@ -16,7 +16,7 @@ from config import shorten
 from inputs.prompts import adds_bos, normal, prompt_messages, tokenize
 from modeling.loading import check_missing
 from network import http, secrets
-from safety.calls import say_once
+from safety.results import say_once
 
 # torch and transformers are imported where a model is loaded: one that is served needs no torch.
 

@@ -15,7 +15,7 @@ from modeling import router_replay
 from modeling.loading import load_hf_model
 from modeling.model import rope_index_of, shapes_of, why_not_alone, window_of
 from modeling.parameters import as_in_a_checkpoint
-from safety.calls import say_once
+from safety.results import say_once
 from vllm_client import VLLMClient
 
 

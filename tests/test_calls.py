@@ -19,7 +19,8 @@ from config import load_function
 from envs.base import read_state, read_step
 from rewards import floats, get_reward_function
 from safety import calls
-from safety.calls import UnusableResult, plain, run_limited, unread
+from safety.calls import run_limited
+from safety.results import UnusableResult, plain, unread
 
 ROOT = Path(__file__).parent.parent
 NEVER = 60  # seconds: longer than any test waits
@@ -35,7 +36,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from safety.calls import UnusableResult
+from safety.results import UnusableResult
 
 
 def squares(numbers, **others):
