@@ -98,7 +98,7 @@ from modeling.attention import packed, take_packed_rows
 from modeling.loading import autocasts, load_hf_model, share_adapters, to_train
 from modeling.model import adapter_weights, backbone, chunk_size, image_weights, logits_of
 from modeling.packing import balanced, micro_batches, minibatches, pack
-from modeling.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, walk
+from modeling.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, unwrapped, walk
 from plan import planned
 from rewards import TRAINER_STATE, RewardError, own_functions, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
@@ -125,8 +125,7 @@ class Run:
     processor: object  # the tokenizer; of a model that takes images the processor, which has one
     sampler: "PromptSampler | None"  # None where nothing is trained (--eval_only)
     generator: object  # samples: vLLM servers, or a copy of the model in this process
-    policy: nn.Module  # wrapped by DDP or FSDP, to be called
-    inner: "Policy"  # the same without its wrapper
+    policy: nn.Module  # a Policy (section 8), wrapped by DDP or FSDP; unwrapped(policy) is the Policy itself
     optimizer: torch.optim.Optimizer
     modules: dict[str, tuple]  # what a checkpoint keeps, by name: (module, its optimizer or None)
     device: torch.device
@@ -136,7 +135,7 @@ class Run:
     state: dict  # numbers that checkpoints keep
     memory: dict  # of `after_rollout` and the prompt sampler; checkpoints keep it
     reference: nn.Module | None = None
-    teacher: "tuple[nn.Module, Policy] | None" = None  # wrapped, and without
+    teacher: nn.Module | None = None
     critic: object | None = None  # train_ppo.py
     size: tuple | None = None  # of the model, on GPUs: gpu.py
 
@@ -180,7 +179,7 @@ def train(
             step_cfg = replace(cfg, temperature=settings_at(step, cfg).temperature)
             metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)  # nothing without one
             with clock(metrics, "logprobs"):
-                add_logprobs(batch, policy, run.reference, run.inner, step_cfg)
+                add_logprobs(batch, policy, run.reference, step_cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
             metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
             metrics |= add_advantages(batch, cfg)
@@ -189,7 +188,7 @@ def train(
                 start_record(batch)  # of each token's log-prob, entropy and weight in the loss, for the run's folder
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
-            metrics |= router_replay.metrics(run.inner.routing, batch)
+            metrics |= router_replay.metrics(unwrapped(policy).routing, batch)
             metrics |= gpu.metrics(run.size, trajectories, cfg, metrics["time/update"], run.device) if learns else {}
             agreement.check_step(metrics, cfg, compares=step == run.first and not added)
 
@@ -420,7 +419,7 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
 # ==== 4 log-probs ====================================================================================================
 
 
-def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cfg: TrainConfig) -> None:
+def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, cfg: TrainConfig) -> None:
     """Those that are needed before the first update. With one update a step, and nothing that reads old log-probs, the
     ratio is 1 by construction, and no forward pass is made."""
     asked = needs(cfg)
@@ -432,7 +431,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference, inner: "Policy", cf
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
     elif cfg.beta > 0 or "ref_logprobs" in asked:
         seen = replace(batch, routed_experts=None)  # the reference chooses its experts itself
-        with inner.model.disable_adapter():  # LoRA: without its adapters the policy is the reference
+        with unwrapped(policy).model.disable_adapter():  # LoRA: without its adapters the policy is the reference
             batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
 
 
@@ -874,14 +873,13 @@ class Policy(nn.Module):
         return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 
-def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> tuple[nn.Module, Policy]:
-    """(the policy wrapped by DDP or FSDP, to be called; the bare Policy). kind: another class than Policy."""
+def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> nn.Module:
+    """The policy, wrapped by DDP or FSDP. kind: another class than Policy."""
     torch.manual_seed(cfg.seed)  # for the first values of adapters
     with parameters.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
         load = load_hf_model if getattr(kind, "reads_head", True) else partial(load_hf_model, body=True)
         model = to_train(load(cfg, getattr(torch, cfg.dtype)), cfg)
-    inner = (kind or Policy)(model, cfg, autocasts(cfg))
-    return shard(inner, cfg, device, trained=True), inner
+    return shard((kind or Policy)(model, cfg, autocasts(cfg)), cfg, device, trained=True)
 
 
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
@@ -937,17 +935,17 @@ def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
     adapters switched off is the reference."""
     if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
         return None
-    return load_frozen(cfg, device, "the reference model")[0]
+    return load_frozen(cfg, device, "the reference model")
 
 
-def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> tuple[nn.Module, Policy]:
+def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> nn.Module:
     """A model that is not trained, as `load_policy` returns one, in the compute dtype; one that follows the policy
     (--ref_sync_steps) in float32, as bfloat16 would round a small step away."""
     cfg = replace(cfg, router_replay="off", router_aux_coef=0.0, load_in=None)
     with parameters.on_rank_0(f"Loading {what}"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
-    inner = Policy(model.eval().requires_grad_(False), cfg, bool(cfg.ref_sync_steps) and autocasts(cfg))
-    return shard(inner, cfg, device, trained=False), inner
+    frozen = Policy(model.eval().requires_grad_(False), cfg, bool(cfg.ref_sync_steps) and autocasts(cfg))
+    return shard(frozen, cfg, device, trained=False)
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -1033,22 +1031,23 @@ def one_by_one(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from walk("", model, ())
 
 
-def saved_weights(policy: nn.Module, inner: Policy, cfg: TrainConfig, dtype: torch.dtype) -> tuple[Iterator, object]:
+def saved_weights(policy: nn.Module, cfg: TrainConfig, dtype: torch.dtype) -> tuple[Iterator, object]:
     """(what a checkpoint has for `from_pretrained`, as buckets that all ranks walk in step; PEFT's config if that is an
     adapter alone, as nothing can be folded into 4 bits)"""
     size = cfg.push_bucket_mb * 2**20
     if cfg.load_in:
         adapters = gathered(adapter_weights(one_by_one(policy), torch.float32, scaled=False), True)
-        return iter([adapters]), inner.model.peft_config["default"]
+        return iter([adapters]), unwrapped(policy).model.peft_config["default"]
     buckets = ([(name, rounded(t, dtype)) for name, t in bucket] for bucket in weight_buckets(policy, size, dtype))
     return chain(buckets, [parameters.saved_buffers(policy)]), None
 
 
 def save(run: Run, cfg: TrainConfig, step: int) -> None:
     """A checkpoint after `step` steps: for `from_pretrained`, and to resume from."""
-    weights, adapter = saved_weights(run.policy, run.inner, cfg, run.generator.weight_dtype)
+    weights, adapter = saved_weights(run.policy, cfg, run.generator.weight_dtype)
+    model = unwrapped(run.policy).hf_model
     checkpoints.save_checkpoint(
-        run.run_dir, step, run.modules, run.inner.hf_model, weights, run.processor, run.state, run.memory,
+        run.run_dir, step, run.modules, model, weights, run.processor, run.state, run.memory,
         cfg.save_total_limit, adapter,
     )  # fmt: skip
 
@@ -1109,11 +1108,11 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
     lock, first, made_with = resume.begin(cfg, rows, held_out)
 
-    policy, inner = load_policy(cfg, home)
+    policy = load_policy(cfg, home)
     reference = load_reference(cfg, home)
     optimizer = check_optimizer(make_optimizer(policy, cfg), policy)
     critic = make_critic(cfg, home) if make_critic else None
-    generator = make_generator(cfg, inner.hf_model, processor, device)
+    generator = make_generator(cfg, unwrapped(policy).hf_model, processor, device)
     modules = {"policy": (policy, optimizer)} | ({"reference": (reference, None)} if cfg.ref_sync_steps else {})
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
 
@@ -1132,7 +1131,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     run = Run(
         rows=rows, held_out=held_out, reward_functions=reward_functions, processor=processor, sampler=sampler,
         device=device, run_dir=run_dir, log=log, first=first, state=state, memory=memory,
-        policy=policy, inner=inner, optimizer=optimizer, reference=reference, critic=critic,
+        policy=policy, optimizer=optimizer, reference=reference, critic=critic,
         modules=modules, generator=generator,
     )  # fmt: skip
     run.teacher = teachers.load(cfg, home, load_frozen)

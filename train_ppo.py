@@ -56,6 +56,7 @@ from algorithms import optimizers, teachers
 from config import ConfigError
 from inputs.processor import load_config
 from modeling.model import backbone
+from modeling.parameters import unwrapped
 from runlog.log import clock
 from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs, make_optimizer, whiten
 
@@ -146,9 +147,9 @@ class CriticTrainer:
 
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
-        self.module, inner = train_grpo.load_policy(critic_cfg, device, Critic)
+        self.module = train_grpo.load_policy(critic_cfg, device, Critic)
         # Whether packed rows are right is tried with the policy: of another family it is not known.
-        kind = inner.hf_model.config.model_type
+        kind = unwrapped(self.module).hf_model.config.model_type
         self.shares = cfg.critic_model_id is None or load_config(cfg.model_id).model_type == kind
         self.optimizer = optimizers.check_optimizer(make_optimizer(self.module, critic_cfg), self.module)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algorithms import checks
 from algorithms.distillation import distill_metrics
@@ -30,6 +30,7 @@ from inputs.processor import load_config, load_processor, takes_images
 from inputs.prompts import is_vision, prompt_ids
 from inputs.trajectory import Trajectory, TrajectoryError
 from inputs.vision import Prompt, vision_prompt
+from modeling.parameters import unwrapped
 from network import secrets
 from safety.calls import run_limited
 from safety.results import say_once, unread
@@ -155,8 +156,8 @@ async def ask(trajectory: Trajectory, shown: Prompt, cfg: TrainConfig) -> None:
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
 
-def load(cfg: TrainConfig, device: torch.device, load_frozen: Callable) -> tuple | None:
-    """The teacher of --teacher_id, wrapped and bare; None without one. load_frozen: train_grpo.py's."""
+def load(cfg: TrainConfig, device: torch.device, load_frozen: Callable) -> nn.Module | None:
+    """The teacher of --teacher_id; None without one. load_frozen: train_grpo.py's."""
     if cfg.teacher_id is None:
         return None
     settings = replace(cfg, model_id=cfg.teacher_id, ref_sync_steps=None)
@@ -172,15 +173,15 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
     metrics = checks.over_ranks({"distill/seconds": took, "distill/seconds_max": took}, len(took))
     complete(batch, cfg)
     if in_this_process(cfg):
-        teacher, inner = run.teacher or (run.policy, run.inner)  # itself, by another prompt
+        teacher = run.teacher or run.policy  # itself, by another prompt
         seen, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
-        inner.top = cfg.distill_topk
+        unwrapped(teacher).top = cfg.distill_topk
         # [B, T], [B, T, k]: its log-probs, its tokens
         logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)
-        inner.top = 0
+        unwrapped(teacher).top = 0
         metrics["time/teacher"] = time.perf_counter() - began
         enter(batch, seen, trajectories, logprobs, top, cfg)
-    drop_unknown(batch, run.inner.hf_model.config.get_text_config().vocab_size)
+    drop_unknown(batch, unwrapped(run.policy).hf_model.config.get_text_config().vocab_size)
     return metrics | distill_metrics(batch)
 
 

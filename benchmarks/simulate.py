@@ -461,7 +461,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
     with mock.patch.object(script, "load_hf_model", load), states, simulated(cfg) as machine:
         machine.enter("load")
         with torch.device(GPU if cfg.load_in else "cpu"):  # a base in 4 bits is read to where it stays
-            policy, inner = script.load_policy(cfg, GPU)
+            policy = script.load_policy(cfg, GPU)
         optimizer, batch = script.make_optimizer(policy, cfg), batch_of(cfg, len(PASSES), shown)
         trained = [p for p in policy.parameters() if p.requires_grad]
         for parameter in trained:  # makes the optimizer's state

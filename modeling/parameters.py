@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -97,7 +97,7 @@ def move(run, device: torch.device) -> None:
     Shards of FSDP2 are in CPU memory (--offload) and stay there; what is gathered of them goes: after a forward pass
     alone a root module is still whole.
     """
-    frozen = {"reference": (run.reference, None), "teacher": ((run.teacher or (None,))[0], None)}
+    frozen = {"reference": (run.reference, None), "teacher": (run.teacher, None)}
     for module, optimizer in (run.modules | frozen).values():
         parts = module.modules() if module is not None else ()
         if sharded := [part for part in parts if isinstance(part, FSDPModule)]:
@@ -117,6 +117,11 @@ def on_host(tensor: Tensor) -> Tensor:
     if tensor not in HOSTED:
         HOSTED[tensor] = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
     return HOSTED[tensor].copy_(tensor)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module in the wrapper of DDP or FSDP1; FSDP2 has none."""
+    return model.module if isinstance(model, DistributedDataParallel | FullyShardedDataParallel) else model
 
 
 # ---- names of weights -----------------------------------------------------------------------------------------------

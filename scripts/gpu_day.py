@@ -110,7 +110,8 @@ def measured(size: str, prompts: int, group: int, prompt: int, completion: int, 
     with torch.device("meta"):
         empty = script.empty_policy(cfg)
     planned, sizes = plan.peak(plan.bytes_needed(plan.sizes_of(empty), cfg, 1)), counts.sizes(empty.hf_model)
-    policy, inner = script.load_policy(cfg, device)
+    policy = script.load_policy(cfg, device)
+    inner = script.unwrapped(policy)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, device)
     cfg = settled(cfg, policy, inner)
     rounds = 2 if machine.gpu and completion < 10_000 else 1

@@ -127,7 +127,8 @@ def main(cfg: WarmConfig) -> None:
     look_at(rows, "rows", processor, cfg)
     _, _, device = utils.init_distributed(cfg.dist_timeout)
     cfg = utils.computable(cfg, device)
-    policy, inner = script.load_policy(cfg, device)
+    policy = script.load_policy(cfg, device)
+    inner = script.unwrapped(policy)
     optimizer, sampler = (
         script.make_optimizer(policy, cfg),
         script.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed),

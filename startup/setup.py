@@ -16,6 +16,7 @@ from config import TrainConfig, named
 from inputs.processor import load_processor, with_template_kwargs
 from modeling import agreement, router_replay
 from modeling.model import backbone, push_bucket_mb
+from modeling.parameters import unwrapped
 from rewards import get_reward_functions
 from startup import colocate
 
@@ -64,7 +65,7 @@ def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Call
     """Compares the policy with its plain transformers model on a text, gives the generator the weights, and compares
     what it samples with the policy. Returns the settings, with plain rows where packed ones differ.
     Collective. run, all_logprobs, push_weights: train_grpo.py's."""
-    text = agreement.asked(run.generator, run.inner.hf_model, cfg, itertools.chain(run.rows, run.held_out))
+    text = agreement.asked(run.generator, unwrapped(run.policy).hf_model, cfg, itertools.chain(run.rows, run.held_out))
 
     def logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
         return all_logprobs(policy, batch, cfg)[0]
@@ -73,8 +74,8 @@ def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Call
         push_weights(run.policy, run.generator, run.first, cfg.push_bucket_mb)
 
     colocate.trainers_turn(run, cfg)
-    for policy, inner in [(run.policy, run.inner), *([run.teacher] if run.teacher else [])]:
-        cfg = agreement.check_policy(inner, partial(logprobs, policy), text, cfg, run.device)
+    for policy in [run.policy, *([run.teacher] if run.teacher else [])]:
+        cfg = agreement.check_policy(unwrapped(policy), partial(logprobs, policy), text, cfg, run.device)
     colocate.servers_turn(run, cfg)
     push()
     sampled = agreement.ask(run.generator, text, cfg)

@@ -289,7 +289,8 @@ def rows(family: str, machine: Machine) -> str:
     def of_policy(dtype: str, shared: bool) -> tuple[list[torch.Tensor], bool]:
         cfg = settings(compute_dtype=dtype, shared_prefix=shared, tokens_per_microbatch=1000)
         script.load_hf_model = lambda cfg, dtype, **_: random_model(family, dtype)
-        policy, inner = script.load_policy(cfg, machine.device)
+        policy = script.load_policy(cfg, machine.device)
+        inner = script.unwrapped(policy)
         cfg = settled(cfg, policy, inner)
         found = script.compute_logprobs(policy, batch, cfg)[0][sampled]
         return [found.detach(), gradient_of(found, inner.hf_model)], cfg.shared_prefix
@@ -537,7 +538,8 @@ def speed(machine: Machine) -> str:
         max_completion_length=completion, compute_dtype=str(dtype).removeprefix("torch."), max_steps=9, strategy="ddp",
     )  # fmt: skip
     script.load_hf_model = memory_worker.random_model
-    policy, inner = script.load_policy(cfg, machine.device)
+    policy = script.load_policy(cfg, machine.device)
+    inner = script.unwrapped(policy)
     optimizer, batch = script.make_optimizer(policy, cfg), memory_worker.batch_of(cfg, 1, machine.device)
     seconds = fastest(lambda: script.update(policy, optimizer, batch, cfg, 0), machine, 3)
     flops = gpu.update_flops(gpu.sizes(inner.hf_model), [(prompt, [completion] * 8)] * 4, cfg.shared_prefix)

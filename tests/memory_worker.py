@@ -150,7 +150,7 @@ def measured(cfg: TrainConfig, critic: bool, world: int, device) -> dict[str, in
     batch = batch_of(cfg, world, device)
     own = train_ppo.TrainConfig(**{field.name: getattr(cfg, field.name) for field in fields(TrainConfig) if field.init})
     with Allocated() if device.type == "cuda" else Recorder() as seen:
-        policy, inner = script.load_policy(cfg, device)
+        policy = script.load_policy(cfg, device)
         optimizer = script.make_optimizer(policy, cfg)
         trained = train_ppo.CriticTrainer(own, device) if critic else None
         for number in range(2):  # the first makes the optimizer's state

@@ -53,7 +53,8 @@ def connected(model_dir: str, url: str, compute_dtype: str, strategy: str, use_p
         max_prompt_length=64,
         push_bucket_mb=4,
     )
-    policy, inner = script.load_policy(cfg, device)
+    policy = script.load_policy(cfg, device)
+    inner = script.unwrapped(policy)
     return policy, cfg, script.make_generator(cfg, inner.hf_model, script.load_processor(model_dir), device)
 
 

@@ -67,8 +67,8 @@ def settled(cfg: TrainConfig, policy, inner, given: list[Prompt] | None = None) 
     return check_policy(inner, logprobs, given or [Prompt(ids, ids)], cfg, inner.hf_model.device)
 
 
-def gradients(policy, inner, batch, cfg, loss_of=script.micro_loss) -> dict[str, torch.Tensor]:
-    inner.chunk = cfg.logprob_chunk
+def gradients(policy, batch, cfg, loss_of=script.micro_loss) -> dict[str, torch.Tensor]:
+    script.unwrapped(policy).chunk = cfg.logprob_chunk
     policy.zero_grad()
     script.accumulate_gradients(policy, replace(batch), cfg, loss_of)
     return full_gradients(policy)
@@ -99,7 +99,8 @@ def relative_difference(a: dict, b: dict) -> float:
 
 def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tuple, dict]:
     """{(loss, aggregation, cut): gradients by parameter}"""
-    policy, inner = script.load_policy(base, device)
+    policy = script.load_policy(base, device)
+    inner = script.unwrapped(policy)
     batch = local_batch(rank, world, device)
     logprobs = script.all_logprobs(policy, batch, base)[0]
     wave = torch.sin(batch.input_ids.float())
@@ -116,7 +117,7 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
             cuts |= {"one": cfg, "plain rows": plain}
             cuts |= {"plain rows, many": replace(plain, tokens_per_microbatch=40)} if loss == "ppo" else {}
         for cut, cut_cfg in cuts.items():
-            result[loss, mode, cut] = gradients(policy, inner, batch, cut_cfg)
+            result[loss, mode, cut] = gradients(policy, batch, cut_cfg)
     # Groups without advantage, one on each rank: passes of their own, which have no backward pass, or one for all rows.
     number = batch.groups % GROUPS + 3 * rank
     speak = (number != 1) & (number != 3)
@@ -130,10 +131,10 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
         batch = distilled(batch, asked=number % 2 == 0) if loss == "distill" else batch
         inner.entropy_gradient = cfg.entropy_coef != 0
         loss_of = with_foreign_term if loss == "foreign term" else script.micro_loss
-        result[loss, "silent", "cut"] = gradients(policy, inner, batch, cfg, loss_of)
+        result[loss, "silent", "cut"] = gradients(policy, batch, cfg, loss_of)
         if world == 1:
             whole = replace(cfg, tokens_per_microbatch=100_000)
-            result[loss, "silent", "one"] = gradients(policy, inner, batch, whole, loss_of)
+            result[loss, "silent", "one"] = gradients(policy, batch, whole, loss_of)
     return result
 
 

@@ -36,9 +36,9 @@ def found(flags: list[str], rank: int, world: int, device: torch.device) -> dict
         ragged.wake_adapters(policy),
         original(policy, *rest, **more),
     )[1]
-    policy, inner = script.load_policy(cfg, device)
+    policy = script.load_policy(cfg, device)
     script.shard = original
-    gradient = ragged.gradients(policy, inner, batch_of(rank, world, device), cfg)
+    gradient = ragged.gradients(policy, batch_of(rank, world, device), cfg)
     norm = script.clip_gradients(policy, 1e9)
     sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]  # compiled

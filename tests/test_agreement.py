@@ -48,7 +48,8 @@ def test_logits_are_those_of_the_model_itself(families):
 
 @pytest.mark.parametrize("family", ["cohere2", "gemma2"])
 def test_gradients_through_them(family, tmp_path):
-    policy, inner = script.load_policy(cfg := config(saved(family, tmp_path), logprob_chunk=4), CPU)
+    policy = script.load_policy(cfg := config(saved(family, tmp_path), logprob_chunk=4), CPU)
+    inner = script.unwrapped(policy)
     check(policy, inner, cfg)
     model, tokens = copy.deepcopy(inner.hf_model), torch.tensor([5, 7, 9, 11, 3, 8])
     ids = torch.cat([IDS[:, :6], tokens[None]], 1)
@@ -63,7 +64,8 @@ def test_gradients_through_them(family, tmp_path):
 
 def test_it_is_the_model_that_is_compared_and_not_the_temperature():
     for temperature in (0.5, 1.0, 2.0):
-        policy, inner = script.load_policy(cfg := config("models/tiny", temperature=temperature), CPU)
+        policy = script.load_policy(cfg := config("models/tiny", temperature=temperature), CPU)
+        inner = script.unwrapped(policy)
         check(policy, inner, cfg)
 
 
@@ -71,13 +73,14 @@ def test_logits_that_the_policy_makes_by_itself_end_the_run(monkeypatch):
     monkeypatch.setattr(script, "logits_of", lambda model, hidden, _: 2 * model.get_output_embeddings()(hidden))
     cfg = config(make_tiny())
     with pytest.raises(RuntimeError, match=r"other log-probs than LlamaForCausalLM itself \(by \d"):
-        check(*script.load_policy(cfg, CPU), cfg)
+        check(policy := script.load_policy(cfg, CPU), script.unwrapped(policy), cfg)
 
 
 def test_a_shared_prompt_that_is_not_seen_makes_plain_rows(monkeypatch, capsys):
     monkeypatch.setattr(attention.PackedMask, "seen", lambda self, q, k: (k <= q[:, None]) & (k > 3))
     cfg = config(make_tiny())
-    assert not check(*script.load_policy(cfg, CPU), cfg).shared_prefix
+    policy = script.load_policy(cfg, CPU)
+    assert not check(policy, script.unwrapped(policy), cfg).shared_prefix
     assert "packed rows differ from LlamaForCausalLM's own (by 0." in capsys.readouterr().out
 
 

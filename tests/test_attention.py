@@ -53,7 +53,8 @@ def test_families(family, monkeypatch, capsys):
         return model
 
     monkeypatch.setattr(script, "load_hf_model", load)
-    policy, inner = script.load_policy(cfg := TrainConfig(compute_dtype="float32", beta=0.0), CPU)
+    policy = script.load_policy(cfg := TrainConfig(compute_dtype="float32", beta=0.0), CPU)
+    inner = script.unwrapped(policy)
     cfg = ragged.settled(cfg, policy, inner)
     if family in SOME:
         assert cfg.shared_prefix == (family in SOME[:6])
@@ -68,7 +69,8 @@ def test_families(family, monkeypatch, capsys):
 def test_layers_with_a_state_take_plain_rows_in_bfloat16(family, monkeypatch):
     """Where log-probs of so small a model are within what bfloat16 does to them."""
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: model_of(family))
-    policy, inner = script.load_policy(cfg := TrainConfig(compute_dtype="bfloat16", beta=0.0), CPU)
+    policy = script.load_policy(cfg := TrainConfig(compute_dtype="bfloat16", beta=0.0), CPU)
+    inner = script.unwrapped(policy)
     assert not ragged.settled(cfg, policy, inner).shared_prefix
 
 
@@ -83,7 +85,8 @@ SETTINGS = {
 def test_settings(settings, monkeypatch):
     monkeypatch.setattr(script, "load_hf_model", ragged.small_llama)
     cfg = TrainConfig(beta=0.0, **dict(compute_dtype="float32") | settings)
-    policy, inner = script.load_policy(cfg, CPU)
+    policy = script.load_policy(cfg, CPU)
+    inner = script.unwrapped(policy)
     ragged.wake_adapters(inner)
     assert_equal_to_plain_rows(policy, cfg, 2e-2 if cfg.compute_dtype == "bfloat16" else 1e-6)
 

@@ -76,10 +76,10 @@ STEPS = {
 def test_a_step(case, gpu, small):
     """From trajectories to weights, as `train` goes."""
     cfg = settings(**STEPS[case])
-    policy, inner = script.load_policy(cfg, GPU)
+    policy = script.load_policy(cfg, GPU)
     reference, optimizer = script.load_reference(cfg, GPU), script.make_optimizer(policy, cfg)
     batch = script.collate(trajectories(), 0, GPU)
-    script.add_logprobs(batch, policy, reference, inner, cfg)
+    script.add_logprobs(batch, policy, reference, cfg)
     metrics = script.shape_rewards(batch, cfg, {}) | script.add_advantages(batch, cfg)
     script.leave_out(batch, trajectories(), cfg)
     before = [p.detach().cpu().clone() for p in policy.parameters() if p.requires_grad]
@@ -111,7 +111,8 @@ def tokenizer():
 
 def test_the_generator_takes_weights_and_samples(gpu, tokenizer):
     cfg = settings(model_id=str(make_tiny()), use_peft=True, generator="hf", max_completion_length=6)
-    policy, inner = script.load_policy(cfg, GPU)
+    policy = script.load_policy(cfg, GPU)
+    inner = script.unwrapped(policy)
     generator = script.make_generator(cfg, inner.hf_model, tokenizer, GPU)
     script.push_weights(policy, generator, 0, 1)
     assert all(p.device == GPU for p in generator.model.parameters())

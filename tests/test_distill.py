@@ -118,8 +118,8 @@ def tiny():
     cfg = TrainConfig(
         model_id="models/tiny", generator="hf", compute_dtype="float32", advantage="distill", distill_topk=5
     )
-    policy, inner = script.load_policy(cfg, CPU)
-    return cfg, SimpleNamespace(policy=policy, inner=inner, teacher=None, device=CPU)
+    policy = script.load_policy(cfg, CPU)
+    return cfg, SimpleNamespace(policy=policy, teacher=None, device=CPU)
 
 
 def all_logits(model, ids: list[int]) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_what_a_teacher_here_says_is_what_its_model_says(tiny, shown, shared):
     teachers.add(batch, run, said, 0, cfg, script.all_logprobs)
     for row, t in enumerate(said):
         prompt = t.info["teacher_prompt"].token_ids if "teacher_prompt" in t.info else t.prompt_ids
-        logprobs = all_logits(run.inner.hf_model, prompt + t.token_ids)
+        logprobs = all_logits(run.policy.hf_model, prompt + t.token_ids)
         for place, mask in enumerate(t.loss_mask):
             ours, top = batch.teacher_logprobs[row, 3 + place], batch.teacher_top[row, 3 + place]
             if not mask or not asked[row]:
@@ -226,7 +226,7 @@ def test_a_server_says_what_its_model_says(teacher, tiny):
     _, run = tiny
     ids = list(range(40, 80))
     said = asyncio.run(asked(teacher).score(ids, 5))
-    logprobs = all_logits(run.inner.hf_model, ids)
+    logprobs = all_logits(run.policy.hf_model, ids)
     assert len(said.logprobs) == 39 and said.top_ids.shape == (39, 5)
     for place, token in enumerate(ids[1:]):
         assert said.logprobs[place] == pytest.approx(float(logprobs[place, token]), abs=1e-4)

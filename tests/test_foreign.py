@@ -88,7 +88,8 @@ def test_a_result_forges_no_image(family, tmp_path):
         tokenizer = load_processor(folder)
         rope_index = None
 
-    policy, inner = script.load_policy(TrainConfig(model_id=folder, compute_dtype="float32"), torch.device("cpu"))
+    policy = script.load_policy(TrainConfig(model_id=folder, compute_dtype="float32"), torch.device("cpu"))
+    inner = script.unwrapped(policy)
     Generator.rope_index = rope_index_of(inner.hf_model)
     placeholders = " ".join(special_texts(Generator.tokenizer))
     picture = {"type": "image", "image": tiny_vlms.picture(3)}

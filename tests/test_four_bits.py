@@ -55,8 +55,8 @@ def of_every_cut(model_dir: str, strategy: str) -> dict[str, dict]:
     found = {}
     for cut, more in CUTS.items():
         cfg = replace(CFG, model_id=model_dir, strategy=strategy, **more)
-        policy, inner = policy_of(cfg)
-        found[cut] = gradients(policy, inner, batch_of(policy, cfg, rank, world), cfg)
+        policy = policy_of(cfg)
+        found[cut] = gradients(policy, batch_of(policy, cfg, rank, world), cfg)
     return found
 
 
@@ -84,7 +84,7 @@ def test_gradient_is_that_of_peft_and_transformers_alone(cfg, policy):
     """Log-probs of whole logits, row by row, of a model that PEFT has put the same adapters on."""
     from peft import get_peft_model
 
-    own, inner = policy
+    own, inner = policy, script.unwrapped(policy)
     plain = get_peft_model(theirs(cfg.model_id), inner.model.peft_config["default"])
     learned = {name: p for name, p in inner.model.named_parameters() if p.requires_grad}
     for name, parameter in plain.named_parameters():
@@ -112,7 +112,7 @@ def test_gradient_of_every_cut_and_of_two_ranks(cfg):
 
 def test_the_policy_itself_samples_and_stays_as_it_is(cfg, policy):
     """In this process there is one base. Adapters count at once, and the policy can be trained afterwards."""
-    own, inner = policy
+    own, inner = policy, script.unwrapped(policy)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model_id)
     generator = script.make_generator(replace(cfg, generator="hf"), inner.hf_model, tokenizer, CPU)
     assert isinstance(generator, PolicyGenerator) and generator.model is inner.hf_model
@@ -141,7 +141,7 @@ def test_checkpoints_hold_the_adapter_and_resume_bit_for_bit(cfg, tmp_path):
     loaded = PeftModel.from_pretrained(theirs(cfg.model_id), whole)
     loaded.train()
     own = script.load_policy(cfg, CPU)
-    checkpoints.load_checkpoint(tmp_path / "whole", 4, {"policy": (own[0], script.make_optimizer(own[0], cfg))}, {})
+    checkpoints.load_checkpoint(tmp_path / "whole", 4, {"policy": (own, script.make_optimizer(own, cfg))}, {})
     ids = torch.arange(20)[None]
-    assert torch.equal(loaded(input_ids=ids).logits, own[1].hf_model(input_ids=ids).logits)
-    assert any(p.any() for name, p in own[1].named_parameters() if "lora_B" in name)
+    assert torch.equal(loaded(input_ids=ids).logits, own.hf_model(input_ids=ids).logits)
+    assert any(p.any() for name, p in own.named_parameters() if "lora_B" in name)

@@ -75,7 +75,8 @@ def test_silent_groups_are_not_passed_back(case, monkeypatch):
     cfg = TrainConfig(compute_dtype="float32", beta=0.0, tokens_per_microbatch=40, shared_prefix=False)
     cfg = replace(cfg, policy_loss=case if case in script.POLICY_LOSSES else "ppo")
     cfg = replace(cfg, entropy_coef=0.1 * (case == "entropy"), beta=0.1 * (case == "kl"))
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     batch = local_batch(0, 1)
     batch.sampling_logprobs = script.all_logprobs(policy, batch, cfg)[0]
     batch.ref_logprobs = batch.sampling_logprobs - 0.3 if case == "kl" else None
@@ -99,7 +100,8 @@ def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeyp
     monkeypatch.setattr(script, "backbone", lambda _: lambda **_: SimpleNamespace(last_hidden_state=hidden[None]))
 
     def gradient(dtype: str, size: int) -> torch.Tensor:
-        policy, inner = script.load_policy(TrainConfig(compute_dtype=dtype, logprob_chunk=size), device)
+        policy = script.load_policy(TrainConfig(compute_dtype=dtype, logprob_chunk=size), device)
+        inner = script.unwrapped(policy)
         logprobs = policy({}, torch.zeros(n, dtype=torch.long), torch.arange(n), ids)[0]
         (weights * logprobs).sum().backward()
         return inner.hf_model.lm_head.weight.grad

@@ -86,7 +86,7 @@ def test_a_number_is_the_same_on_any_number_of_ranks():
 def pairs_term() -> list[dict]:
     """A loss over pairs, -log sigmoid(best - worst), with its gradient where both are known; two updates a step."""
     cfg = replace(CFG, num_iterations=2, loss_agg="seq_mean", entropy_coef=0.0)
-    policy, inner = small_policy(cfg)
+    policy = small_policy(cfg)
 
     def pairs(batch, cfg):
         total, (sign, slope) = batch.current_logprobs.sum(1), torch.zeros(2, len(batch))
@@ -168,7 +168,8 @@ def two_adapters() -> list[set]:
         return model
 
     script.to_train = to_train
-    policy, inner = small_policy(cfg)
+    policy = small_policy(cfg)
+    inner = script.unwrapped(policy)
     ragged.wake_adapters(inner)
     script.make_optimizer = lambda module, cfg: torch.optim.SGD(
         [p for name, p in module.named_parameters() if "lora_" in name], lr=1.0
@@ -231,7 +232,8 @@ def test_what_a_step_is_sampled_with_changes_neither_evaluations_nor_the_loss(tm
 
 def remembered(folder: str, saves: bool, alike: bool) -> dict:
     """What a rank remembers, written into a checkpoint or read back from one."""
-    policy, inner = small_policy(CFG)
+    policy = small_policy(CFG)
+    inner = script.unwrapped(policy)
     optimizer, rank = script.make_optimizer(policy, CFG), torch.distributed.get_rank()
     modules, memory = {"policy": (policy, optimizer)}, {}
     if saves:

@@ -55,7 +55,8 @@ def loaded(folder: str, strategy: str) -> dict:
     script.load_policy(config(folder, "ddp"), CPU)  # imports, and what torch keeps
     reset_peak()
     before = peak_memory()
-    policy, inner = script.load_policy(config(folder, strategy), CPU)
+    policy = script.load_policy(config(folder, strategy), CPU)
+    inner = script.unwrapped(policy)
     grown = peak_memory() - before
     model = inner.hf_model
     # FSDP1 has one view of a tied weight, and its other place has none until it runs.
@@ -70,7 +71,7 @@ def folded(folder: str, strategy: str) -> dict:
     """Weights in bfloat16 with adapters that add the same 6e-6 everywhere, a tenth of what rounding to the nearest
     keeps: their checksum, and the mean of what was added to the layers, by what should be."""
     expected = values(folder)
-    policy, _ = script.load_policy(config(folder, strategy, use_peft=True), CPU)
+    policy = script.load_policy(config(folder, strategy, use_peft=True), CPU)
     for parameter in policy.parameters():
         if parameter.requires_grad:
             getattr(parameter.data, "_local_tensor", parameter.data).fill_(3e-4)

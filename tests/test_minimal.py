@@ -56,7 +56,7 @@ def of_train_grpo(several: bool, monkeypatch) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(train_grpo, "load_hf_model", small_llama)
     cfg = TrainConfig(compute_dtype="float32", loss_agg="token_mean", beta=0.0, correction="none")
     cfg = replace(cfg, num_generations=GENERATIONS, shared_prefix=False)
-    policy, _ = train_grpo.load_policy(cfg, CPU)
+    policy = train_grpo.load_policy(cfg, CPU)
     batch = train_grpo.collate(trajectories(), 0, CPU)
     batch.advantages = train_grpo.grpo(batch, cfg)
     batch.old_logprobs = batch.sampling_logprobs if several else None

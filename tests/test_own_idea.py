@@ -27,7 +27,8 @@ def small(monkeypatch):
     """(config, policy, its Policy, a batch) of a small random Llama."""
     monkeypatch.setattr(script, "load_hf_model", ragged.small_llama)
     cfg = TrainConfig(compute_dtype="float32", beta=0.0, tokens_per_microbatch=60)
-    policy, inner = script.load_policy(cfg, CPU)
+    policy = script.load_policy(cfg, CPU)
+    inner = script.unwrapped(policy)
     return cfg, policy, inner, ragged.local_batch(0, 1)
 
 
@@ -60,12 +61,12 @@ def test_an_advantage_gets_what_it_asks_for(field, small, monkeypatch):
     mine, cfg = names["mine"], replace(cfg, advantage="mine")
     monkeypatch.setitem(script.ADVANTAGES, "mine", mine)
     batch.old_logprobs = batch.ref_logprobs = None
-    script.add_logprobs(batch, policy, None, inner, cfg)
+    script.add_logprobs(batch, policy, None, cfg)
     with pytest.raises((TypeError, AttributeError), match=rf"are None, .*{field}.*\.needs"):
         script.add_advantages(batch, cfg)
     mine.needs = (field,)
     reference = policy if field == "ref_logprobs" else None
-    script.add_logprobs(batch, policy, reference, inner, cfg)
+    script.add_logprobs(batch, policy, reference, cfg)
     metrics = script.add_advantages(batch, cfg)
     assert metrics["mine/mean"] != 0 and metrics["advantages/abs_mean"] > 0
     assert metrics["advantages/frac_zero_groups"] == 0.0
@@ -129,7 +130,8 @@ def test_a_term_of_entropy_is_the_entropy_bonus(small, monkeypatch):
     def gradient(settings, own=None):
         with monkeypatch.context() as patch:
             patch.setattr(script, "own_term", own or script.own_term)
-            policy, inner = script.load_policy(settings, CPU)
+            policy = script.load_policy(settings, CPU)
+            inner = script.unwrapped(policy)
             sums = script.accumulate_gradients(policy, batch, settings)
         return torch.cat([p.grad.flatten() for p in policy.parameters()]), sums, inner.entropy_gradient
 

@@ -95,7 +95,7 @@ def config(folder, **more):
 def written(run_dir, step, model, cfg):
     """The folder of a checkpoint of the model."""
     policy = Policy(model, cfg, autocast=False)
-    buckets, _ = saved_weights(policy, policy, replace(cfg, push_bucket_mb=1), torch.float32)
+    buckets, _ = saved_weights(policy, replace(cfg, push_bucket_mb=1), torch.float32)
     modules = {"policy": (policy, torch.optim.SGD(policy.parameters(), lr=0.1))}
     tokenizer = hf.AutoTokenizer.from_pretrained(make_tiny())
     return checkpoints.save_checkpoint(run_dir, step, modules, model, buckets, tokenizer, {}, {}, keep=1)
@@ -136,7 +136,7 @@ def test_what_cannot_be_made_plain_is_refused_by_its_name(sources, kind):
 @pytest.mark.parametrize("kind", ["bnb_once", "bnb_twice"])
 def test_adapters_learn_on_weights_that_were_published_in_4_bits(sources, kind):
     cfg = config(sources[kind], use_peft=True, load_in="4bit")
-    policy, _ = load_policy(cfg, torch.device("cpu"))
+    policy = load_policy(cfg, torch.device("cpu"))
     ids = torch.arange(5, 12)[None]
     policy({"input_ids": ids}, torch.zeros(6, dtype=torch.long), torch.arange(6), ids[0, 1:])[0].sum().backward()
     learned = [p.grad.abs().sum() > 0 for name, p in policy.named_parameters() if "lora_B" in name]

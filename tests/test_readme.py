@@ -115,7 +115,7 @@ def groups_of(path: str) -> dict:
     found: dict = {}
     for strategy in ("ddp", "fsdp", "fsdp2"):
         cfg = script.TrainConfig(model_id=str(make_tiny()), compute_dtype="float32", strategy=strategy)
-        policy, _ = script.load_policy(cfg, torch.device("cpu"))
+        policy = script.load_policy(cfg, torch.device("cpu"))
         try:
             groups = optimizers.check_optimizer(script.make_optimizer(policy, cfg), policy).param_groups
         except ConfigError as error:

@@ -46,7 +46,8 @@ def test_the_reference_is_the_model_that_the_run_began_with(lora):
     """After updates that have moved the policy. With LoRA it is the policy with its adapters off, whose base never
     moves; else a copy, which never moves either."""
     cfg = TrainConfig(**SETTINGS, use_peft=lora)
-    policy, inner = script.load_policy(cfg, CPU)
+    policy = script.load_policy(cfg, CPU)
+    inner = script.unwrapped(policy)
     reference, optimizer = script.load_reference(cfg, CPU), script.make_optimizer(policy, cfg)
     assert (reference is None) == lora
     frozen = [*reference.parameters()] if reference else [p for p in policy.parameters() if not p.requires_grad]
@@ -55,7 +56,7 @@ def test_the_reference_is_the_model_that_the_run_began_with(lora):
     expected = logprobs_of_transformers(batch)
     for step in range(3):
         batch.old_logprobs = None
-        script.add_logprobs(batch, policy, reference, inner, cfg)
+        script.add_logprobs(batch, policy, reference, cfg)
         assert torch.allclose(batch.ref_logprobs * batch.loss_mask, expected, atol=1e-4), step
         script.add_advantages(batch, cfg)
         metrics = script.update(policy, optimizer, batch, cfg, step)

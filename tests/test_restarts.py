@@ -47,7 +47,8 @@ def completion(number: int) -> Trajectory:
 
 def by_hand(cfg: TrainConfig) -> dict[str, torch.Tensor]:
     """The gradient of -A log pi, one row after another by the plain model."""
-    policy, inner = script.load_policy(replace(cfg, shared_prefix=False), torch.device("cpu"))
+    policy = script.load_policy(replace(cfg, shared_prefix=False), torch.device("cpu"))
+    inner = script.unwrapped(policy)
     tokens = [sum(sum(mask) for _, _, mask in rows_of(n)) for n in range(len(ROWS))]
     loss = 0.0
     for n, (group, score, _) in enumerate(ROWS):
@@ -80,10 +81,10 @@ def found(cuts: list[dict]) -> list[dict]:
         cfg = TrainConfig(
             compute_dtype="float32", policy_loss="reinforce", correction="none", max_completion_length=64, **cut
         )
-        policy, inner = script.load_policy(cfg, device)
+        policy = script.load_policy(cfg, device)
         batch = script.collate([replace(t, group=0) if world > 1 else t for t in mine], 0, device, rank)
         script.add_advantages(batch, cfg)
-        result.append(gradients(policy, inner, batch, cfg))
+        result.append(gradients(policy, batch, cfg))
     return result
 
 
@@ -112,12 +113,12 @@ def test_log_probs_and_records_stand_where_their_tokens_do():
 def both() -> tuple:
     script.load_hf_model = small_llama
     cfg = TrainConfig(compute_dtype="float32", policy_loss="reinforce", correction="none", max_completion_length=64)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
     batch = script.collate([completion(n) for n in range(len(ROWS))], 0, torch.device("cpu"))
     script.add_advantages(batch, cfg)
     of_rows = script.all_logprobs(policy, batch, cfg)[0]
     script.start_record(batch)
-    gradients(policy, inner, batch, cfg)
+    gradients(policy, batch, cfg)
     return of_rows, batch.record.logprob, batch.loss_mask
 
 

@@ -110,7 +110,7 @@ def test_every_cut_replays_the_same(checkpointing, monkeypatch):
     """Plain rows, shared prompts, micro-batches: one choice for each token; padding and the blank have none."""
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made("qwen3_moe", dtype))
     cfg = TrainConfig(compute_dtype="float32", gradient_checkpointing=checkpointing)
-    policy, _ = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
     batch = local_batch(0, 1)
     own = logprobs_and_gradient(policy, batch, cfg)
     batch.routed_experts = shared_choice(batch)
@@ -158,7 +158,8 @@ def test_balancing_is_transformers_loss(name, checkpointing, monkeypatch):
     monkeypatch.setattr(script, "load_hf_model", lambda cfg, dtype, **_: made(name, dtype))
     cfg = TrainConfig(compute_dtype="float32", gradient_checkpointing=checkpointing, router_aux_coef=0.3, beta=0.0)
     cfg = replace(cfg, shared_prefix=False)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     batch = local_batch(0, 1)
     batch.advantages = torch.zeros_like(batch.advantages)
     sums = script.accumulate_gradients(policy, batch, cfg)

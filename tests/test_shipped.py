@@ -40,7 +40,7 @@ def ours(settings: dict) -> dict:
     """Gradient and statistics of one update on this rank."""
     script.load_hf_model = ragged.small_llama  # in a fork
     cfg, rank, world = replace(CFG, **settings), torch.distributed.get_rank(), utils.world_size()
-    policy, inner = script.load_policy(cfg, CPU)
+    policy = script.load_policy(cfg, CPU)
     mine = [(t, noise) for t, noise in made() if world == 1 or (t.group >= 3) == (rank == 1)]
     for t, _ in mine:
         t.group -= 3 * rank
@@ -56,7 +56,7 @@ def ours(settings: dict) -> dict:
         batch.old_logprobs = None
     if not cfg.beta:
         batch.ref_logprobs = None
-    return ragged.gradients(policy, inner, batch, cfg)
+    return ragged.gradients(policy, batch, cfg)
 
 
 def theirs(settings: dict) -> dict:
@@ -195,9 +195,9 @@ def test_the_output_layer_in_float32_multiplies_in_it(monkeypatch):
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets, found = torch.arange(5), {}
     for dtype in ("auto", "float32"):
-        _, inner = script.load_policy(replace(CFG, head_dtype=dtype), CPU)
+        inner = script.load_policy(replace(CFG, head_dtype=dtype), CPU)
         with torch.autocast("cpu", torch.bfloat16):
-            found[dtype] = inner.head(hidden, targets, 1.0, 0)[0]
+            found[dtype] = inner.head(hidden, targets, 1.0)[0]
     weight = inner.hf_model.lm_head.weight
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
     assert (found["float32"] - exact).abs().max() < 5e-6 < 1e-4 < (found["auto"] - exact).abs().max()

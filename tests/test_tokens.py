@@ -32,7 +32,7 @@ def policy():
     torch.set_num_threads(1)  # the model is small
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "load_hf_model", ragged.small_llama)
-        return script.load_policy(TrainConfig(compute_dtype="float32"), torch.device("cpu"))[0]
+        return script.load_policy(TrainConfig(compute_dtype="float32"), torch.device("cpu"))
 
 
 def prepared(policy, cfg) -> script.Batch:

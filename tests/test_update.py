@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 def policy():
     original, script.load_hf_model = script.load_hf_model, small_llama
     cfg = TrainConfig(compute_dtype="float32", learning_rate=1e-2)
-    made = script.load_policy(cfg, torch.device("cpu"))[0]
+    made = script.load_policy(cfg, torch.device("cpu"))
     script.load_hf_model = original
     return made
 

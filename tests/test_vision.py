@@ -51,7 +51,8 @@ def tiny(request, tmp_path_factory):
     """A family's model under training in fp32, its rows, and a Batch of 3 completions a row."""
     folder = tiny_vlms.make(request.param, tmp_path_factory.mktemp(request.param))
     cfg = TrainConfig(model_id=str(folder), compute_dtype="float32", generator="hf", num_generations=3, beta=0.0)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     generator = script.make_generator(cfg, inner.hf_model, load_processor(str(folder)), torch.device("cpu"))
     rows = picture_rows()
     cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, rows))
@@ -144,14 +145,15 @@ def test_adapters_and_checkpoints(tiny, tmp_path):
     """LoRA on all linear layers, or with --freeze_vision on none of the tower; a checkpoint reloads as it is."""
     for freeze in (False, True):
         cfg = replace(tiny.cfg, use_peft=True, freeze_vision=freeze)
-        policy, inner = script.load_policy(cfg, torch.device("cpu"))
+        policy = script.load_policy(cfg, torch.device("cpu"))
+        inner = script.unwrapped(policy)
         tower = {id(p) for p in inner.hf_model.get_encoder(modality="image").parameters()}
         trained = [p for p in policy.parameters() if p.requires_grad]
         assert trained and any(id(p) in tower for p in trained) != freeze
         script.accumulate_gradients(policy, replace(tiny.batch), cfg)
         assert any(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
     modules = {"policy": (tiny.policy, None)}
-    buckets, _ = script.saved_weights(tiny.policy, tiny.inner, replace(tiny.cfg, push_bucket_mb=1024), torch.float32)
+    buckets, _ = script.saved_weights(tiny.policy, replace(tiny.cfg, push_bucket_mb=1024), torch.float32)
     checkpoints.save_checkpoint(tmp_path, 1, modules, tiny.inner.hf_model, buckets, tiny.generator.tokenizer, {}, {}, 1)
     folder = tmp_path / "checkpoints" / "step_1"
     again = script.load_hf_model(replace(tiny.cfg, model_id=str(folder)), torch.float32).state_dict()
@@ -215,7 +217,8 @@ def gradients_of_a_rank(strategy: str, folder: str) -> dict:
     world = utils.world_size()
     rank = dist.get_rank() if world > 1 else 0
     cfg = TrainConfig(model_id=folder, strategy=strategy, compute_dtype="float32", beta=0.0)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     generator = SimpleNamespace(tokenizer=load_processor(folder), rope_index=rope_index_of(inner.hf_model))
     batch, found = batch_of(picture_rows(), generator, cfg), {}
     groups = batch.groups.tolist()
@@ -264,7 +267,8 @@ def test_images_of_rows_and_of_an_environment(family, tmp_path):
     folder = str(tiny_vlms.make(family, tmp_path / "model"))
     settings = dict(model_id=folder, env="x", tools=[], generator="hf", compute_dtype="float32", num_generations=2)
     cfg = config(**settings, max_turns=4, max_completion_length=400, max_turn_length=40, beta=0.0)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     processor = load_processor(folder)
     generator = script.make_generator(cfg, inner.hf_model, processor, torch.device("cpu"))
     generator.eos_ids |= set(range(0, 4096, 8))  # a random model seldom ends a turn
@@ -318,7 +322,8 @@ def test_images_of_an_agent(family, tmp_path):
     folder = str(tiny_vlms.make(family, tmp_path / "model"))
     settings = dict(model_id=folder, agent=f"{__file__}:looks", generator="hf", compute_dtype="float32", beta=0.0)
     cfg = TrainConfig(**settings, max_prompt_length=400, max_completion_length=400, max_turn_length=20)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     generator = script.make_generator(cfg, inner.hf_model, load_processor(folder), torch.device("cpu"))
     row = {"prompt": "-"}
     cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, picture_rows()))

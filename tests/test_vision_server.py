@@ -37,7 +37,8 @@ def run(server):
     how = dict(model_id=str(server.model_dir), server_urls=[server.url], server_token=server.token, beta=0.0)
     how |= dict(compute_dtype="float32", max_prompt_length=256, max_completion_length=12, num_generations=2)
     cfg = TrainConfig(**how)
-    policy, inner = script.load_policy(cfg, torch.device("cpu"))
+    policy = script.load_policy(cfg, torch.device("cpu"))
+    inner = script.unwrapped(policy)
     client = script.make_generator(cfg, inner.hf_model, load_processor(cfg.model_id), torch.device("cpu"))
     script.push_weights(policy, client, 0, 1)
     yield policy, cfg, client
