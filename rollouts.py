@@ -38,27 +38,6 @@ ABOVE_ZERO = 1e-3  # nats; a log-prob that is 0 may come out of float arithmetic
 ROLLOUT_TIMEOUT = 3600.0  # seconds one call of a rollout of your own may take, its sampling included
 
 
-async def enough_groups(sample: Callable, first: list[int], further: list[int]) -> tuple[list, dict]:
-    """A group for each prompt of `first`, in this order: its own, or as long as that is silent one of the prompts that
-    were drawn for its place, further[place], further[place + len(first)], ...; and counts of the others. sample: a
-    coroutine number -> (group, whether it is silent).
-
-    None takes the place of one that is merely slow, or short completions would be preferred. When all are used up the
-    last one stays, so that a step never grows or shrinks.
-    """
-
-    async def at(place: int) -> tuple:
-        (group, silent), replaced = await sample(first[place]), 0
-        for number in further[place :: len(first)]:
-            if not silent:
-                break
-            (group, silent), replaced = await sample(number), replaced + 1
-        return group, silent, replaced
-
-    groups, silent, replaced = zip(*await asyncio.gather(*map(at, range(len(first)))), strict=True)
-    return [*groups], {"resampled": sum(replaced), "silent": sum(silent)}
-
-
 def tell_baseline(group: list[Trajectory], greedy: Trajectory) -> None:
     """Tell the group the score of a greedy completion of its prompt (the group's mean where that has none), or that it
     failed."""

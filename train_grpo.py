@@ -20,7 +20,7 @@ Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 
 Read train_minimal.py first: the same in a third of the lines. For an idea of your own you need not read all of this
 file: an advantage is section 5; a loss section 6, and `micro_loss` in 7, which calls it; a rollout the beginning of 3;
 an optimizer `make_optimizer`. docs/ideas.md has some that work. To take a feature out, delete its import and each line
-with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`.
+with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; a line before two of them "holds without".
 
 Where it differs from the papers and from TRL, on purpose:
 
@@ -34,8 +34,9 @@ Where it differs from the papers and from TRL, on purpose:
 
 In comments: B completions of this rank's share of a step, T tokens of the longest prompt + completion, N sampled
 tokens, V vocabulary. Batch (batch.py) has, among others, `loss_mask` [B, T], 1 on sampled tokens; `advantages` [B, T];
-`groups` [B], the same number for the completions of one prompt, which are adjacent; `scores` [B], sums of rewards by
---reward_weights. In losses and forward passes a row may be a part of a completion: an agent that begins a new context
+`groups` [B], the same number for the completions of one prompt, which are adjacent; `reward_components` [B, functions],
+what each of --reward_funcs gave; `scores` [B], their sums by --reward_weights, and `shaped_scores` [B], what section 5
+makes of those. In losses and forward passes a row may be a part of a completion: an agent that begins a new context
 makes several of them (`split_restarts`). `cfg.of(row)` is the config of a data row's domain: cfg, without --domains.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
@@ -55,7 +56,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -67,7 +68,6 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -303,14 +303,19 @@ class Collector:
 async def sample_rows(
     rows: Sequence[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
 ) -> tuple[list[list[Trajectory]], dict]:
-    """A group of completions, sampled and scored, for each of the row numbers `first`, all at the same time; and how
-    many were replaced. `further` ones take the place of rows whose prompt is too long, and with --dynamic_sampling
-    (DAPO, 2503.14476 sec. 3.2) of those from which nothing can be learned. Nothing here talks to other ranks:
-    train_async.py runs it in the background."""
+    """A group of completions, sampled and scored, for each row number of `first`, all at the same time; and counts.
 
-    async def sample(number: int) -> tuple[list[Trajectory], bool]:  # a group, and whether it is to be replaced
+    A row whose prompt is too long is replaced, and with --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) one whose group
+    teaches nothing, by those drawn for its place: further[place], further[place + len(first)], ... When they are used
+    up the last one stays. A group that is merely slow is not replaced, or short completions would be preferred. Nothing
+    here talks to other ranks: train_async.py runs it in the background.
+    """
+
+    async def sample(
+        number: int,
+    ) -> tuple[list[Trajectory], bool]:  # a group; silent: it teaches nothing
         row = rows[number]
-        settings = settings_at(step, cfg.of(row))
+        settings = settings_at(step, rollouts.sampled_by(row, cfg))  # its domain's; its own number of completions
         calls = [rollout(row, generator, reward_functions, settings, versions)]
         if "baselines" in needs(cfg):  # the advantage asks (section 5) for the score of a greedy completion
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
@@ -321,9 +326,17 @@ async def sample_rows(
         for greedy_group in greedy_groups:
             rollouts.tell_baseline(group, greedy_group[0])
         silent = cfg.dynamic_sampling and not has_signal(group, settings)
-        return group, rollouts.cannot_be_shown(group, number) or silent
+        return group, silent or rollouts.cannot_be_shown(group, number)
 
-    return await rollouts.enough_groups(sample, first, further)
+    async def at(place: int) -> tuple[list[Trajectory], bool, int]:  # and how many were replaced
+        (group, silent), replaced = await sample(first[place]), 0
+        for number in further[place :: len(first)]:
+            if silent:
+                (group, silent), replaced = await sample(number), replaced + 1
+        return group, silent, replaced
+
+    groups, silent, replaced = zip(*await asyncio.gather(*map(at, range(len(first)))), strict=True)
+    return [*groups], {"resampled": sum(replaced), "silent": sum(silent)}
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
@@ -333,12 +346,12 @@ def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
 
 
 async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> list[Trajectory]:
-    """A row's trajectories, sampled and scored: as many as asked for (unless the rollout says `any_number`), with those
-    that failed (info["failure"]). Their `group` is 0 until `collect` numbers the groups of a step.
+    """A row's trajectories, sampled and scored: cfg.num_generations (unless the rollout says `any_number`), with those
+    that failed (info["failure"]). Their `group` is 0 until `collect` numbers the groups of a step. cfg.purpose is
+    "train", "eval" or "baseline".
 
     versions: a range, of the weights that may have sampled the tokens; None: not checked.
     """
-    cfg = rollouts.sampled_by(row, cfg)  # in training the row's own num_generations; its domain's settings, if not yet
     functions = own_functions(reward_functions, cfg)
 
     async def sample_and_score(call_cfg: TrainConfig) -> list[Trajectory]:
@@ -348,7 +361,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
         scoring = asyncio.ensure_future(score(played, functions, call_cfg))  # adds to token_rewards, fills info
-        work = [scoring]
+        work = [scoring]  # holds without the next line
         work.append(teachers.tell(played, generator, call_cfg, scoring))  # waits for it, if it needs scores
         try:
             await asyncio.gather(*work)
@@ -442,7 +455,7 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Ten
     The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
     """
     contexts, out = split_restarts(batch), []  # a row for each context of a completion; usually the same batch
-    # Numbers of rows of `contexts`. Of none where other ranks have more passes: ranks keep step.
+    # Numbers of rows of `contexts`. [] where other ranks have more passes: to keep step, a row is computed for nothing.
     for rows in micro_batches(contexts, cfg):
         parts = compute_logprobs(policy, contexts.select(rows), cfg)
         out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
@@ -458,8 +471,9 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     Sets batch.top_logprobs [B, T, k] where a teacher has named its k likeliest tokens.
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
-    # A dict for the model; where in its output the hidden states are that predict the sampled tokens [N] each; these
-    # [N], or with a teacher's likeliest tokens at the same places, batch.teacher_top, [N, 1 + k].
+    # inputs: the model's, [R, L]: completions a and b of a prompt p make one row, p p a a a b b. For each sampled token
+    # the place of `inputs` that predicts it, row and column [N] each, and the token [N]; with batch.teacher_top beside
+    # it those that a teacher finds likeliest there, [N, 1 + k].
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
 
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
@@ -546,8 +560,10 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 # What the loop has to know of an advantage, a policy loss, a KL estimator or `own_term`, the function says as an
 # attribute (and docs/ideas.md shows):
 #
-#     mine.needs = ("entropy",)     what it reads of Batch that is computed on demand: old_logprobs, ref_logprobs,
-#                                   entropy, sum_pi_squared, baselines, teacher_logprobs, teacher_top, current_logprobs
+#     mine.needs = ("entropy",)     what it reads of Batch that is computed on demand: ref_logprobs, entropy,
+#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top; old_logprobs (a loss has
+#                                   them in any case); current_logprobs, from before each update, for `prepare`, which
+#                                   then finds old_logprobs as the loss does
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: what takes whole groups or all ranks.
 #                                   The loss, called for each micro-batch, finds its part as batch.extras[name]
 #     mine.check = function         (cfg) -> why it cannot work with these settings, or None
@@ -558,6 +574,7 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 
 # A loss is called for each micro-batch. What it returns for prompts and padding does not matter. A statistic is logged
 # as its mean over the tokens that are learned from, one of [B] over rows, one whose name ends in _max as the maximum.
+# Of a row's tokens row_mean makes [B, 1], row_sum [B].
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -638,7 +655,8 @@ def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, ma
 def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=None) -> dict:
     """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank. loss_of:
     another loss than `micro_loss`, a critic's (train_ppo.py)."""
-    norms, sums, parts = [], defaultdict(float), [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)
+    norms, sums = [], defaultdict(float)
+    parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)  # the same ones in every pass
     updates_done = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
         policy.zero_grad()  # all of it: the optimizer knows only what is in its groups, and the clip takes all
@@ -675,7 +693,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B] of bool. A critic learns from every row, and has no advantages yet.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    no_gradient_yet = True  # on any rank; once there was one no pass is asked any more, as ranks would wait
+    ended_early = True  # whether the last pass did, on all ranks; once one did not none is asked: ranks would wait
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
@@ -684,7 +702,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
                 loss, stats = (loss_of or micro_loss)(two_stage, part, cfg)
             # As loss.backward(), but for what is skipped. DDP and FSDP average gradients over ranks, and a sum is
             # wanted; DDP does so in the last backward pass, which every rank has to make.
-            no_gradient_yet = two_stage.backward(loss * utils.world_size(), may_end_early=no_gradient_yet and not last)
+            ended_early = two_stage.backward(loss * utils.world_size(), may_end_early=ended_early and not last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -776,7 +794,8 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     --reject_by rejects, and tokens with A < 0 of completions that drifted further than off_policy_threshold
     (DeepSeek-V3.2), measured with the current weights.
     """
-    # [B, T] each: log(pi_old / generator) of a token (--old_logprobs sampler: pi / generator); exp of it, or of its sum
+    # d: log(trainer / generator) of each token, w: its exponential, or that of its sum over the row.  [B, T] each
+    # The trainer's is pi_old; under --old_logprobs sampler, where pi_old is the generator's, pi: --reject_by reads it.
     d, w = mismatch(logprobs, batch, cfg)
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
         w = torch.ones_like(w)
@@ -806,7 +825,7 @@ class Policy(nn.Module):
     It exists because DDP and FSDP want everything that uses parameters inside one `forward`."""
 
     replays = True  # whether a mixture's experts are those that the generator chose (--router_replay); a critic: False
-    top = 0  # of how many likeliest tokens it also gives log-probs and ids: a teacher's (algorithms/teachers.py)
+    top = 0  # of how many likeliest tokens it also gives log-probs and ids: of a teacher --distill_topk
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
@@ -891,11 +910,11 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    # `emptied` leaves the policy without values. fill(module) gives a part of it memory on `device` and the values of
-    # rank 0, by broadcast: module by module, each cut into shards before the next.
-    fill = share_adapters if cfg.load_in else parameters.emptied(policy, device)
+    # The policy is left without values. receive(module) gives a part of it memory on `device` and the values of rank 0,
+    # by broadcast: module by module, each cut into shards before the next.
+    receive = share_adapters if cfg.load_in else parameters.emptied(policy, device)
     if cfg.strategy == "ddp":
-        fill(policy)
+        receive(policy)
         if not trained or utils.world_size() == 1:
             return policy
         devices = None if device.index is None else [device.index]
@@ -905,7 +924,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         return FSDP(
             policy,
             auto_wrap_policy=CustomPolicy(lambda module: module in layers),
-            param_init_fn=partial(fill, recurse=False),
+            param_init_fn=partial(receive, recurse=False),
             mixed_precision=fsdp.MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT makes some float32
             use_orig_params=True,
             device_id=device,
@@ -918,7 +937,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     # reduced once. Input embeddings are a unit of their own, unless they are the output layer's.
     tied = last is not None and last.weight is first.weight
     for module in [*layers, *([] if tied else [first]), policy]:
-        fill(module)  # except what is filled already
+        receive(module)  # but what has its values already
         fully_shard(module, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
@@ -999,21 +1018,19 @@ def weight_buckets(
     tensors are the live weights: use them before the next step.
     """
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
-    bucket, size, last = [], 0, ""
-    for name, module in one_by_one(model):
-        layer = parameters.layer_of(f"{name}.")
-        if size >= max_bytes and not (layer and layer == last):  # checkpoints hold some tensors of a layer joined
-            yield gathered(bucket, keep)
-            bucket, size = [], 0
-        last = layer
-        for key, tensor in parameters_of(name, module, dtype):
+    bucket, size = [], 0
+    # A layer is not divided: checkpoints hold some of its tensors joined.
+    for _, layer in groupby(one_by_one(model), lambda found: parameters.layer_of(f"{found[0]}.")):
+        for key, tensor in chain.from_iterable(parameters_of(name, module, dtype) for name, module in layer):
             if key not in names:
                 continue
             size += tensor.numel() * dtype.itemsize
-            if isinstance(tensor, DTensor):
-                bucket.append((key, tensor))
-            elif keep:  # FSDP1 lets go of a unit's weights when the next unit's turn comes
-                bucket.append((key, rounded(tensor, dtype, copy=True) if isinstance(model, FSDP) else tensor))
+            if isinstance(model, FSDP) and keep:  # it lets go of a unit's weights when the next unit's turn comes
+                tensor = rounded(tensor, dtype, copy=True)
+            bucket.append((key, tensor))
+        if size >= max_bytes:
+            yield gathered(bucket, keep)
+            bucket, size = [], 0
     if size:
         yield gathered(bucket, keep)
 
@@ -1062,9 +1079,12 @@ def evaluate(run: Run, cfg: TrainConfig, step: int) -> dict:
     how = dict(num_generations=cfg.eval_generations, temperature=cfg.eval_temperature, purpose="eval")
     seed_generator(run.generator, cfg, step, stream=1)
 
+    async def of_row(row: dict) -> list[Trajectory]:
+        settings = rollouts.sampled_by(row, replace(cfg, **how))
+        return await rollout(row, run.generator, run.reward_functions, settings, range(step, step + 1))
+
     async def sample() -> list[list[Trajectory]]:
-        given = run.generator, run.reward_functions, replace(cfg, **how), range(step, step + 1)
-        return await asyncio.gather(*(rollout(row, *given) for row in run.held_out[rank::world]))
+        return await asyncio.gather(*map(of_row, run.held_out[rank::world]))
 
     groups = asyncio.run(sample())
     for number, group in zip(range(rank, len(run.held_out), world), groups, strict=True):
@@ -1094,7 +1114,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded to
+    home = device  # where models are loaded to; holds without the next line
     home = colocate.home(cfg, device)  # with --colocate the CPU, and the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
     # Chooses --tokens_per_microbatch and --gradient_checkpointing where they are not given, by the memory that is free.
