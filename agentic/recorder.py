@@ -44,12 +44,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from config import TrainConfig, shorten
-from envs.turns import Exchange, sample_turn, trajectory_of, turn_of
+from envs.turns import Exchange, answer_to, next_prompt, trajectory_of
 from inputs.formats import FORMATS, THINKING, instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import parts_of
-from inputs.prompts import SCHEMAS, begun_in, drops_thinking, is_vision, own_kwargs, pattern_of, with_tools
+from inputs.prompts import SCHEMAS, drops_thinking, is_vision, own_kwargs, pattern_of, with_tools
 from inputs.trajectory import Trajectory
-from inputs.vision import Prompt, build_prompt, continued, observed
+from inputs.vision import Prompt, build_prompt
 from safety.results import warn_once
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -124,12 +124,11 @@ class Conversation:
             raise Refused(fault, code="context_length_exceeded")
         if most < 1:
             raise Refused(f"max_tokens is {asked}; give a number from 1 on")
-        sample = await sample_turn(prompt, most, self.generator, cfg, self.home, stops)
+        answer = await answer_to(prompt, most, self.generator, cfg, self.home, stops)
         # What follows has no await: calls that were made at the same time are entered one after another.
-        opened = begun_in(prompt.token_ids, processor, cfg)
-        turn = turn_of(sample, opened, processor, stops)
+        sample, turn = answer.sample, answer.turn
         may_call = [] if body.get("tool_choice") == "none" else tools
-        message, calls = read_answer(opened + turn["text"], may_call, parser_of(cfg), stops, processor)
+        message, calls = read_answer(turn.get("begun", "") + turn["text"], may_call, parser_of(cfg), stops, processor)
         thinks = bool(message.get("reasoning_content")) or bool(before and before.thinks)
         events = [{"name": c.name, "call": f"{c.name} {c.arguments}", "failed": int(bool(c.error))} for c in calls]
         turn["info"] = {"calls": events, "tool_calls": [call.as_message() for call in calls if not call.error]}
@@ -156,8 +155,7 @@ class Conversation:
             raise Refused("these messages have a picture, and the model takes none")
         forks = cfg.on_rewrite != "append" and before and before.thinks
         if before and not (forks and drops_thinking(new, processor, before.schemas, **self.template)):
-            so_far = continued(before.prompt, before.sample.token_ids)
-            prompt = observed(so_far, new, self.generator, before.schemas, cfg, **self.template)
+            prompt = next_prompt(before, new, self.generator, cfg, before.schemas, **self.template)
             return prompt, before.schemas, before, new
         schemas = tools if cfg.tool_parser != "tags" else []  # else our own words say how to call
         told = instructions(tools, parser_of(cfg)) if tools else ""

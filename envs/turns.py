@@ -1,6 +1,8 @@
 """Several turns, token in, token out: what was sampled is never decoded and tokenised again.
 
-play            the model and an environment, or tools, by turns
+play            the model and an environment, or tools, by turns; made of
+answer_to       the model's next turn, an Exchange
+next_prompt     what it sees then
 trajectory_of   what has come of any exchanges between a model and what answers it; agents' too (agentic/recorder.py)
 """
 
@@ -31,7 +33,7 @@ class Exchange:
 
     prompt: Prompt
     sample: Completion
-    turn: dict  # as `turn_of` begins one
+    turn: dict  # what is kept of it: the text; what the prompt had `begun` it with; reward, observation ...
     state: object = None  # the environment's, before it
 
 
@@ -43,7 +45,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     messages = await reset(environment, row, cfg, processor)
     shown, schemas = shown_to_model(begun, row, row, messages, environment, processor, cfg)
     given = own_kwargs(row)
-    observe, drops = functools.partial(observed, **given), functools.partial(drops_thinking, **given)
+    following, drops = functools.partial(next_prompt, **given), functools.partial(drops_thinking, **given)
     prompt = build_prompt(row, generator, cfg, shown)
     contexts, turns, finish = [[]], [], "stop"  # lists of exchanges, each of which continues the one before
     limit, thinks = len(prompt.token_ids) + cfg.max_completion_length, False
@@ -51,14 +53,16 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
     state = await state_of(environment, row, cfg)
     most = None if isinstance(environment, ToolEnvironment) else cfg.max_tool_result  # tools' are cut already
     for number in range(cfg.max_turns):
-        opened, room = begun_in(prompt.token_ids, processor, cfg), limit - len(prompt.token_ids)
-        sample = await sample_turn(prompt, min(room, cfg.max_turn_length or room), generator, cfg, home, cfg.stop)
-        turns.append(turn := turn_of(sample, opened, processor, cfg.stop))
+        room = limit - len(prompt.token_ids)
+        exchange = await answer_to(prompt, min(room, cfg.max_turn_length or room), generator, cfg, home)
+        exchange.state, turn = state, exchange.turn
+        contexts[-1].append(exchange)
+        turns.append(turn)
         turn |= {"info": {"calls": []} if environment.tools else {}} | ({} if state is None else {"state": str(state)})
-        contexts[-1].append(Exchange(prompt, sample, turn, state))
-        if sample.finish_reason != "stop":
+        if exchange.sample.finish_reason != "stop":
             finish = "length"
             break
+        opened = turn.get("begun", "")
         if isinstance(environment, ToolEnvironment):
             environment.begun = opened
         outcome = await call_environment(environment, "step", row, cfg, text=turn["text"])
@@ -73,8 +77,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
             prompt = build_prompt(row, generator, cfg, whole, math.inf)
             limit = cfg.max_prompt_length + cfg.max_completion_length
         else:
-            so_far = continued(prompt, sample.token_ids)
-            prompt = shown_to_model(observe, row, so_far, answers, generator, schemas, cfg)
+            prompt = shown_to_model(following, row, exchange, answers, generator, cfg, schemas)
         if len(prompt.token_ids) >= limit:
             finish = "length"
             break
@@ -106,23 +109,30 @@ def shown_to_model(function, row: dict, *arguments):
         raise TrajectoryError(f"what the environment gave cannot be shown to the model: {error!r:.500}", row) from error
 
 
-async def sample_turn(prompt: Prompt, most: int, generator, cfg: TrainConfig, home: dict, stops) -> Completion:
-    """The next turn, of at most `most` tokens."""
+async def answer_to(prompt: Prompt, most: int, generator, cfg: TrainConfig, home=None, stops=None) -> Exchange:
+    """The model's next turn, of at most `most` tokens. home: a dict, in which the server is kept that has the turns so
+    far. stops: strings that end it; None: --stop."""
+    processor, stops = generator.tokenizer, cfg.stop if stops is None else stops
     options = sampling_options(cfg) | {"max_tokens": most, "min_tokens": min(cfg.min_completion_length, most)}
     options |= {"stop": tuple(stops)} if stops else {}
     images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
+    home = {} if home is None else home
     (sample,) = await generator.generate(prompt.sent_ids, n=1, home=home, **images, **options)
     check_echo(prompt, [sample])
-    return sample
-
-
-def turn_of(sample: Completion, opened: str, processor, stops) -> dict:
-    """What is kept of a turn. opened: what the prompt has begun it with"""
     text = processor.decode(sample.token_ids)  # special tokens, too
     if sample.finish_reason == "stop" and not any(stop in text for stop in stops):
         text = processor.decode(sample.token_ids[:-1])  # without the token that ends a turn
     turn = {"text": text, "reward": 0.0, "observation": None, "info": {}, "tokens": len(sample.token_ids)}
-    return turn | ({"begun": opened} if opened else {})
+    opened = begun_in(prompt.token_ids, processor, cfg)
+    return Exchange(prompt, sample, turn | ({"begun": opened} if opened else {}))
+
+
+def next_prompt(
+    exchange: Exchange, messages: list[dict], generator, cfg: TrainConfig, schemas=None, **options
+) -> Prompt:
+    """What the model sees next: the exchange as it was, token by token, and behind it these messages. schemas, how: the
+    tools and settings that the chat template was given with the prompt."""
+    return observed(continued(exchange.prompt, exchange.sample.token_ids), messages, generator, schemas, cfg, **how)
 
 
 def trajectory_of(row: dict, group: int, contexts: list[list[Exchange]]) -> Trajectory:
