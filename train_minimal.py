@@ -31,15 +31,16 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. What is read besides, such as dist_timeout here or
-    system_prompt in other files, has its default in config.py: copy its line to here, and it is a flag."""
+    """The flags of this script; the comment behind each is its help. What is read besides (dist_timeout and eval_solved
+    here, system_prompt and a few more in the files below) has its default in config.py; with its line here it is a flag,
+    as a setting of your own is."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    eval_dataset_id: str | None = None  # held-out rows; unset: dataset_id's split "test" (a file has none)
+    eval_dataset_id: str | None = None  # held-out rows; unset: split "test" of dataset_id, which a file has not
     reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # by name (0 or 1), or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
@@ -253,7 +254,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         named = [(name, weight.detach()) for name, weight in model.named_parameters()]  # tied weights once
         generator.begin_push()
-        for start in range(0, len(named), 32):  # a part at a time: each takes its memory once more
+        for start in range(0, len(named), 32):  # a part at a time, of which there is a copy meanwhile
             generator.send_bucket(named[start : start + 32])
         generator.finish_push(version)  # an error if a weight is missing
     dist.barrier()  # no rank samples before the weights are there
@@ -282,7 +283,8 @@ def train(cfg: Settings) -> None:
     folder = Path(cfg.output_dir, cfg.run_name or f"{Path(cfg.model_id).name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "metrics.jsonl").exists():
         raise ConfigError(f"--run_name: {folder} holds a run already; give another name, or move it away.")
-    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # a process group, of one process without torchrun
+    # A process group, of one process without torchrun: gloo for tensors on the CPU, NCCL for those on GPUs.
+    rank, world, device = utils.init_distributed(cfg.dist_timeout)
     cfg = utils.computable(cfg, device)  # compute_dtype becomes float32 on a CPU that is slow in bfloat16
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,19 +295,22 @@ def train(cfg: Settings) -> None:
     model = load_hf_model(cfg, torch.float32).to(device)  # transformers' from_pretrained, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     generator = make_generator(cfg, model, tokenizer, device)  # servers, once they are ready, or a copy of the model
-    if cfg.generator == "hf":
-        generator.seed(cfg.seed + rank)
     push_weights(model, generator, 0)  # the server may still have an earlier run's weights
+    TRAINER_STATE.max_steps = cfg.max_steps
 
+    # A generator can be asked from one event loop after the other.
     for step in range(cfg.max_steps + 1):  # so many are done; after the last one only the evaluation is left
+        # What reward functions may ask for, as in TRL.
+        TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)
         if cfg.eval_steps and (step % cfg.eval_steps == 0 or step == cfg.max_steps):
             share, k = held_out[rank::world], cfg.eval_generations
             _, scores = asyncio.run(sample(share, k, step, generator, rewards, cfg))  # [rows, k]
-            solved = (scores > 1 - 1e-6).double()  # .7 + .2 + .1 is a little less than 1
+            solved = (scores >= cfg.eval_solved - 1e-6).double()  # 1, or what floats make of .7 + .2 + .1
             log(folder, step, {"eval/reward": scores, f"eval/mean@{k}": solved}, {})
         if step == cfg.max_steps:
             break
-        TRAINER_STATE.global_step, TRAINER_STATE.max_steps = step, cfg.max_steps  # which rewards may ask for, as in TRL
+        if cfg.generator == "hf":
+            generator.seed(hash((cfg.seed, step, rank)))  # whatever evaluations have sampled
         start = time.perf_counter()
         share, n = rows_of_step(rows, step, cfg), cfg.num_generations
         trajectories, scores = asyncio.run(sample(share, n, step, generator, rewards, cfg))  # [rows, n]

@@ -127,9 +127,7 @@ async def answer_to(prompt: Prompt, most: int, generator, cfg: TrainConfig, home
     return Exchange(prompt, sample, turn | ({"begun": opened} if opened else {}))
 
 
-def next_prompt(
-    exchange: Exchange, messages: list[dict], generator, cfg: TrainConfig, schemas=None, **options
-) -> Prompt:
+def next_prompt(exchange: Exchange, messages: list[dict], generator, cfg: TrainConfig, schemas=None, **how) -> Prompt:
     """What the model sees next: the exchange as it was, token by token, and behind it these messages. schemas, how: the
     tools and settings that the chat template was given with the prompt."""
     return observed(continued(exchange.prompt, exchange.sample.token_ids), messages, generator, schemas, cfg, **how)
