@@ -31,9 +31,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. What is read besides (dist_timeout and eval_solved
-    here, system_prompt and a few more in the files below) has its default in config.py; with its line here it is a flag,
-    as a setting of your own is."""
+    """The flags of this script; the comment behind each is its help. What is read besides (here dist_timeout and
+    eval_solved) has its default in config.py; with a line here it is a flag, as a setting of your own is."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -283,8 +282,7 @@ def train(cfg: Settings) -> None:
     folder = Path(cfg.output_dir, cfg.run_name or f"{Path(cfg.model_id).name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "metrics.jsonl").exists():
         raise ConfigError(f"--run_name: {folder} holds a run already; give another name, or move it away.")
-    # A process group, of one process without torchrun: gloo for tensors on the CPU, NCCL for those on GPUs.
-    rank, world, device = utils.init_distributed(cfg.dist_timeout)
+    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # gloo on CPUs, NCCL on GPUs; without torchrun, too
     cfg = utils.computable(cfg, device)  # compute_dtype becomes float32 on a CPU that is slow in bfloat16
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
