@@ -137,7 +137,7 @@ class Run:
     reference: nn.Module | None = None
     teacher: nn.Module | None = None
     critic: object | None = None  # train_ppo.py
-    size: tuple | None = None  # of the model, on GPUs: gpu.py
+    size: tuple | None = None  # of the model, where GPUs are measured
 
 
 def train(
