@@ -1,5 +1,4 @@
-"""To take a feature out of a copy is to delete each line that has its name and a dot, and its import: the rest trains as
-before."""
+"""To take a feature out of a copy is to delete its import and each line with its name and a dot: the rest trains."""
 
 import re
 import sys
