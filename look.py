@@ -2,7 +2,7 @@
 
 Prints an address with a token in it; open it in a browser. On another machine: `ssh -L 6060:127.0.0.1:6060 HOST` first,
 then the same address. Reads the run folders and changes nothing in them; a training does not notice it. With `--try`
-and the flags of a training behind it, the page "Try" shows rows, rewards and tools before the run, by scripts/try.py;
+and the flags of a training behind it, the page "Try" shows rows and rewards before the run, by scripts/try.py;
 whoever has the token can then choose what these flags' rewards and tools get. See docs/looking.md.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from config import ConfigError
 
 HOST, PORT = "127.0.0.1", 6060
-TRY = Path(__file__).parent / "scripts" / "try.py"  # a row, completions or a call of a run that has not begun
+TRY = Path(__file__).parent / "scripts" / "try.py"  # a row and completions of a run that has not begun
 
 
 def bound(port: int | None) -> socket.socket:

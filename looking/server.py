@@ -116,9 +116,9 @@ def one(runs: Runs, ask: QueryParams) -> dict:
 
 
 def tried(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
-    """What the command says of a row, completions, a call."""
+    """What the command says of a row and its completions."""
     words = [f"--row={ask.get('row', 0)}", *(f"--completion={text}" for text in ask.getlist("completion"))]
-    words += [f"--{name}={ask[name]}" for name in ("sample", "call") if name in ask]
+    words += [f"--sample={ask['sample']}"] if "sample" in ask else []
     command = [*trial, "--json", *words]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TRY_SECONDS)

@@ -1,14 +1,13 @@
-"""Before a run: a row as the model reads it, what completions are worth, what a tool answers. No GPU, no server.
+"""Before a run: a row as the model reads it, and what completions are worth. No GPU, no server.
 
     python scripts/try.py --config examples/sums.yaml                                 # the first row, token by token
     python scripts/try.py --config examples/sums.yaml --row 3 --completion "57" --completion "It is 58."
     python scripts/try.py --config examples/sums.yaml --row 3 --sample 8              # sampled in this process
-    python scripts/try.py --config examples/arithmetic.yaml --call 'calculator {"expression": "6 * 7"}'
     python scripts/try.py my_grpo.py --config my.yaml --gpus 8                        # a copy; does it fit?
 
 Takes the flags of the train script. Rows, prompts, rewards and advantages are those of the training: the script's own
 functions are called. A typed completion ends with the token that ends a turn. `--json` prints one object, as the page
-"Try" shows it (`python look.py runs/ --try FLAGS`).
+"Try" shows it (`python look.py runs/ --try FLAGS`). Environments and tools are played by scripts/play.py.
 """
 
 import argparse
@@ -110,30 +109,6 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
     return {"prompt": prompt, "completions": completions}
 
 
-async def of_tool(script, row: dict, call: str, cfg, processor) -> dict:
-    """What a tool answers to one call, in the environment of the row."""
-    from envs import ToolEnvironment, adapters
-    from envs.base import reset
-    from envs.tools import run_calls
-    from inputs.formats import Call
-
-    name, _, arguments = call.partition(" ")
-    try:
-        wanted = Call(name, json.loads(arguments or "{}"))
-    except ValueError as error:
-        raise ConfigError(f"--call {call!r}: give NAME and a JSON object of arguments ({error})") from None
-    own = cfg.of(row)
-    environment = await adapters.take_environment(adapters.environment_maker(own), row, own)
-    try:
-        await reset(environment, row, own, processor)
-        if not isinstance(environment, ToolEnvironment):
-            raise ConfigError(f"--call: this run has no tools; --tools and --mcp_config name some (--env {own.env})")
-        messages, events = await run_calls([wanted], environment.tools, own)
-    finally:
-        await adapters.put_away(environment, False, own)
-    return {"call": call, "answer": messages[0]["content"], "failed": events[0]["failed"]}
-
-
 def line(tokens: list[str]) -> str:
     return "  " + "|".join(tokens).replace("\n", "\\n")
 
@@ -152,8 +127,6 @@ def show(found: dict) -> None:
         worth = f"reward {one['reward']:.4g}, advantage {one['advantage']:+.4g}"
         print(f"\ncompletion {number}: {worth}, {len(one['tokens'])} tokens, {one['finish_reason']}")
         print(f"{line(one['tokens'])}\n  {one['rewards']}")
-    if "answer" in found:
-        print(f"\n{found['call']}\n  {'failed: ' * found['failed']}{found['answer']}")
     print(f"\n{found['fit']}" * bool(found["fit"]) + f"\nTo train: {found['command']}")
 
 
@@ -173,7 +146,6 @@ def main(words: list[str]) -> None:
     parser.add_argument("--row", type=int, default=0, help="number of the row; default: 0")
     parser.add_argument("--completion", action="append", help="a typed completion; may be given again")
     parser.add_argument("--sample", type=int, help="this many completions, sampled by the model")
-    parser.add_argument("--call", help="a tool's name and its arguments as a JSON object")
     parser.add_argument("--gpus", type=int, help="say by plan.py whether the run fits on so many GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given, flags = parser.parse_known_args(words)
@@ -186,10 +158,7 @@ def main(words: list[str]) -> None:
     cfg = load_config(script.TrainConfig, [*flags, "--generator", "hf"])
     cfg, reward_functions, processor, rows, held_out = script.setup(cfg)
     found = of_rows(rows, held_out, given, cfg, processor)
-    row = dict(rows[given.row])
-    found |= of_group(script, row, given, cfg, processor, reward_functions)
-    if given.call:
-        found |= asyncio.run(of_tool(script, row, given.call, cfg, processor))
+    found |= of_group(script, dict(rows[given.row]), given, cfg, processor, reward_functions)
     start = f"torchrun --nproc_per_node={given.gpus}" if given.gpus else "python"
     found |= {"fit": fit(flags, given.gpus), "command": " ".join([start, str(path), *flags])}
     print(json.dumps(found, default=str)) if given.json else show(found)

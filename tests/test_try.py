@@ -1,4 +1,4 @@
-"""scripts/try.py: the row, completions and tool of a run before it starts, by the training's own functions."""
+"""scripts/try.py: the row and completions of a run before it starts, by the training's own functions."""
 
 import importlib
 import json
@@ -34,13 +34,6 @@ def test_the_prompt_is_the_tokenizers_and_advantages_are_the_groups(capsys, tmp_
     # (1 - .5) / (std of [1, 0], unbiased, + 1e-6)
     assert [one["advantage"] for one in found["completions"]] == pytest.approx([0.7071, -0.7071], abs=1e-4)
     assert found["completions"][0]["tokens"] == ["4", tokenizer.eos_token] and found["rows"] == 2
-
-
-def test_a_tool_answers(capsys):
-    found = answer(capsys, "--tools", "calculator", "--call", 'calculator {"expression": "6 * 7"}')
-    assert (found["answer"], found["failed"]) == ("42", False)
-    with pytest.raises(ConfigError, match="JSON"):
-        answer(capsys, "--tools", "calculator", "--call", "calculator 6 * 7")
 
 
 def test_the_page_asks_the_same(tmp_path):

@@ -1,4 +1,4 @@
-// Before a run: a row as the model reads it, what completions are worth, what a tool answers. scripts/try.py computes it.
+// Before a run: a row as the model reads it, and what completions are worth. scripts/try.py computes it.
 import { get, h, said, score, short } from "./dom.js";
 
 const tokens = (pieces, trained) => h("p", { class: "try-tokens" },
@@ -22,7 +22,6 @@ function shown(found) {
     h("p", {}, `${found.rows} rows, ${found.held_out} held out. Tokens of the first 1,000 prompts: median ${median}, longest ${longest}, limit ${limit}.`),
     h("div", { class: "card scroll" }, h("h2", {}, "The row"), h("table", {}, h("tbody", {}, columns)), h("h3", {}, `The prompt, ${found.prompt.length} tokens`), tokens(found.prompt)),
     found.completions ? group(found) : null,
-    found.answer === undefined ? null : h("div", { class: "card" }, h("h2", {}, said(found.call)), h("p", {}, found.failed ? "failed: " : "", said(String(found.answer)))),
     h("p", { class: "dim" }, "To train: ", said(found.command)),
   ].filter(Boolean);
 }
@@ -31,17 +30,16 @@ export async function tryView(content) {
   const row = h("input", { type: "number", min: "0", value: "0", "aria-label": "Row" });
   const sample = h("input", { type: "number", min: "0", value: "0", "aria-label": "Completions to sample" });
   const texts = h("textarea", { rows: "4", "aria-label": "Completions", placeholder: "completions to score; an empty line between two" });
-  const call = h("input", { type: "text", "aria-label": "Call", placeholder: 'calculator {"expression": "6 * 7"}' });
   const result = h("div", { role: "status" });
   async function ask(event) {
     event?.preventDefault();
     result.replaceChildren(h("p", { class: "dim" }, "Working; loading the model's tokenizer takes some seconds ..."));
     const completion = texts.value.trim() ? texts.value.split(/\n\s*\n/) : [];
-    const asked = { row: row.value, sample: Number(sample.value) || null, completion, call: call.value.trim() };
+    const asked = { row: row.value, sample: Number(sample.value) || null, completion };
     const found = await get("try", asked).catch((error) => [h("pre", { class: "error" }, said(error.message))]);
     result.replaceChildren(...(Array.isArray(found) ? found : shown(found)));
   }
   content.append(h("h1", {}, "Try"), h("form", { class: "card try", onsubmit: ask },
-    h("label", {}, "Row ", row), h("label", {}, "Sample ", sample, " completions"), texts, h("label", {}, "Call ", call), h("button", {}, "Try")), result);
+    h("label", {}, "Row ", row), h("label", {}, "Sample ", sample, " completions"), texts, h("button", {}, "Try")), result);
   await ask();
 }
