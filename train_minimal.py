@@ -31,15 +31,15 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. What is read besides (here dist_timeout and
-    eval_solved) has its default in config.py; with a line here it is a flag, as a setting of your own is."""
+    """The flags of this script; the comment behind each is its help. What else is read (eval_solved here, or
+    reward_timeout in rewards.py) has its default in config.py; with a line here it is a flag, as one of your own is."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
-    eval_dataset_id: str | None = None  # held-out rows; unset: split "test" of dataset_id, which a file has not
+    eval_dataset_id: str | None = None  # held-out rows; unset: split "test" of dataset_id (a .jsonl has none: name one)
     reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # by name (0 or 1), or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
@@ -52,7 +52,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of forward passes; weights are float32
     num_iterations: int = 1  # optimizer updates on the completions of a step; with 1 the clip below does nothing
     learning_rate: float = 1e-5  # at the first step; decays linearly to 0 over max_steps
-    epsilon: float = 0.2  # the clip: once a token's ratio is beyond 1 +- epsilon, nothing moves it further away from 1
+    epsilon: float = 0.2  # the clip: a token's loss has no gradient that moves its ratio further out of 1 +- epsilon
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
@@ -192,8 +192,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor],
     """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, on average about 0, and
     says nothing (watch the reward); its gradient is -A grad log pi.  [B, T]
 
-    A loss of yours may use whatever `tensors` puts into `part`. It takes no mean over completions, which would depend
-    on the micro-batches, and is finite at prompts and padding, too, where it is multiplied by 0."""
+    A loss of yours may use whatever `tensors` puts into `part`. It takes no mean over rows, which would depend on the
+    micro-batches, and is finite at prompts and padding, too, where it is multiplied by 0."""
     ratio = (logprobs - old_logprobs).exp()  # [B, T]
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -227,8 +227,8 @@ def accumulate_gradients(model: nn.Module, parts: list[dict[str, Tensor]], cfg: 
 
 
 def update(model: nn.Module, optimizer, parts: list[dict[str, Tensor]], step: int, cfg: Settings) -> dict[str, float]:
-    """`num_iterations` updates of the weights. Returns numbers of the first to log: only before that one do trainer and
-    generator have equal weights."""
+    """`num_iterations` updates of the weights. Returns numbers of the first to log: later ones compare weights that the
+    generator does not have."""
     if cfg.num_iterations > 1:
         for part in parts:
             with torch.no_grad():
@@ -253,7 +253,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
     if generator.receives_weights:  # rank 0 for servers, every rank for a copy in its own process
         named = [(name, weight.detach()) for name, weight in model.named_parameters()]  # tied weights once
         generator.begin_push()
-        for start in range(0, len(named), 32):  # a part at a time, of which there is a copy meanwhile
+        for start in range(0, len(named), 32):  # a part at a time, as sending copies it, cast to the generator's dtype
             generator.send_bucket(named[start : start + 32])
         generator.finish_push(version)  # an error if a weight is missing
     dist.barrier()  # no rank samples before the weights are there
@@ -289,14 +289,13 @@ def train(cfg: Settings) -> None:
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
     tokenizer, rewards = load_processor(cfg.model_id), get_reward_functions(cfg)
     rows, held_out = (fitting(split, tokenizer, cfg) for split in load_data(cfg))
-    check_step_size(len(rows), cfg.prompts_per_step, world)  # that ranks divide a step's prompts has been checked
+    check_step_size(len(rows), cfg.prompts_per_step, world)  # are there enough rows for one?
     model = load_hf_model(cfg, torch.float32).to(device)  # transformers' from_pretrained, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     generator = make_generator(cfg, model, tokenizer, device)  # servers, once they are ready, or a copy of the model
     push_weights(model, generator, 0)  # the server may still have an earlier run's weights
     TRAINER_STATE.max_steps = cfg.max_steps
 
-    # A generator can be asked from one event loop after the other.
     for step in range(cfg.max_steps + 1):  # so many are done; after the last one only the evaluation is left
         # What reward functions may ask for, as in TRL.
         TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)
@@ -308,7 +307,7 @@ def train(cfg: Settings) -> None:
         if step == cfg.max_steps:
             break
         if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, rank)))  # whatever evaluations have sampled
+            generator.seed(hash((cfg.seed, step, rank)))  # so that evaluations do not change it
         start = time.perf_counter()
         share, n = rows_of_step(rows, step, cfg), cfg.num_generations
         trajectories, scores = asyncio.run(sample(share, n, step, generator, rewards, cfg))  # [rows, n]
