@@ -77,7 +77,7 @@ import rollouts
 import utils
 from algorithms import checks
 from algorithms import teachers
-from algorithms.advantages import MORE_ADVANTAGES, largest, normalised, role_means, sizes_of_advantages
+from algorithms.advantages import MORE_ADVANTAGES, largest, normalised, sizes_of_advantages
 from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import divergence, rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
@@ -251,8 +251,8 @@ class PromptSampler:
         return self.order.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
     def extra(self, step: int, count: int) -> list[int]:
-        """`count` random rows that may replace those of `next`: by turns of the domain of each of these. They may be in
-        the step already."""
+        """`count` random rows that may replace those of `next`: entry i is of the domain of next(step)[i % share]. They
+        may be in the step already."""
         random = np.random.default_rng([self.seed, step, self.rank, 0xD1CE])  # another stream than the order's
         return self.order.extra(random, self.next(step), count).tolist()
 
@@ -317,7 +317,7 @@ async def sample_rows(
         row = rows[number]
         settings = settings_at(step, rollouts.sampled_by(row, cfg))  # its domain's; its own number of completions
         calls = [rollout(row, generator, reward_functions, settings, versions)]
-        if "baselines" in needs(cfg):  # the advantage asks (section 5) for the score of a greedy completion
+        if "baselines" in needs(cfg):  # the advantage asks (end of section 5) for the score of a greedy completion
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
             calls.append(rollout(row, generator, reward_functions, greedy, versions))
         group, *greedy_groups = await asyncio.gather(*calls)
@@ -383,8 +383,8 @@ def last_token(groups: list[list[Trajectory]]) -> float:
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
-    """Edit me: whether there is anything to learn from a group (--dynamic_sampling): its scores differ, and their mean
-    lies in the window. Where a teacher is all that counts there is."""
+    """Edit me: whether there is anything to learn from a group (--dynamic_sampling): its scores, sums by
+    --reward_weights, differ, and their mean lies in the window. Where a teacher is all that counts there is."""
     if cfg.has_teacher and not rewards_count(cfg):
         return any("failure" not in t.info for t in group)
     known = known_scores(group)
@@ -398,8 +398,8 @@ def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
 
 
 def collect(rows: Sequence[dict], groups: list, counts: dict, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
-    """What `sample_rows` returned -> this rank's trajectories of the step, without those that failed or lack a score
-    beside others of their prompt; and metrics. Ranks exchange groups so that none has many more tokens than others."""
+    """What `sample_rows` returned -> this rank's trajectories of the step, without those that failed, or have no score
+    where others of their group do; and metrics. Ranks exchange groups so that none has many more tokens than others."""
     utils.wait_for_ranks(cfg.dist_timeout)  # they finish sampling at different times
     played = [group for group in without_failed(groups) if group]
     kept = without_unscored(played)
@@ -455,7 +455,7 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Ten
     The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
     """
     contexts, out = split_restarts(batch), []  # a row for each context of a completion; usually the same batch
-    # Numbers of rows of `contexts`. [] where other ranks have more passes: to keep step, a row is computed for nothing.
+    # Numbers of rows of `contexts`; [] where other ranks have more passes: select([]) is row 0 with a mask of 0.
     for rows in micro_batches(contexts, cfg):
         parts = compute_logprobs(policy, contexts.select(rows), cfg)
         out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
@@ -465,8 +465,9 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Ten
 
 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
-    """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places; 0 elsewhere. With
-    gradient (the entropy only if something in the loss reads it).  [B, T] each
+    """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places; in training with
+    --router_aux_coef the pass's balancing loss; 0 elsewhere. With gradient (the entropy only if something in the loss
+    reads it).  [B, T] each
 
     Sets batch.top_logprobs [B, T, k] where a teacher has named its k likeliest tokens.
     """
@@ -517,10 +518,8 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
     """--reward_mean, --reward_std and --kl_in_reward: changes batch.rewards, whose sums are batch.shaped_scores;
     batch.scores stay as they were given. moments: of all scores so far, for `normalised`; checkpoints keep them."""
-    batch.given_scores = row_sum(batch.rewards)
+    batch.given_scores = row_sum(batch.rewards)  # what batch.scores stay
     batch.rewards = normalised(batch, cfg, moments)
-    if cfg.advantage == "rae":
-        batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
@@ -693,15 +692,16 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B] of bool. A critic learns from every row, and has no advantages yet.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    ended_early = True  # whether the last pass did, on all ranks; once one did not none is asked: ranks would wait
+    ended_early = True  # all passes so far, without the model's backward pass
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
             two_stage = TwoStageBackward(policy)  # calls it for the loss
             with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
                 loss, stats = (loss_of or micro_loss)(two_stage, part, cfg)
-            # As loss.backward(), but for what is skipped. DDP and FSDP average gradients over ranks, and a sum is
-            # wanted; DDP does so in the last backward pass, which every rank has to make.
+            # loss.backward() in two stages: from the loss to the log-probs, which is cheap; then, if any rank has a
+            # gradient there, through the model. Ranks ask one another as long as all have ended early. DDP and FSDP
+            # average gradients, and a sum is wanted; DDP in the last backward pass, which every rank has to make.
             ended_early = two_stage.backward(loss * utils.world_size(), may_end_early=ended_early and not last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
@@ -740,7 +740,7 @@ def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
 
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
-    logprobs, entropy, _, *balance = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
+    logprobs, entropy, _, *aux_losses = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
     if part.record is not None:
         record(part, logprobs, entropy)
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
@@ -764,7 +764,7 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor,
     # What has weights of its own.
     own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, with its weights
     loss, stats = loss + own, stats | numbers
-    for aux_loss in balance:  # a mean over the pass, which counts by its share of the update's tokens
+    for aux_loss in aux_losses:  # one at most: a mean over the pass, which counts by its share of the update's tokens
         loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(part.update_tokens, 1)
         stats["routing/aux_loss"] = aux_loss
     return loss, stats
@@ -794,9 +794,9 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     --reject_by rejects, and tokens with A < 0 of completions that drifted further than off_policy_threshold
     (DeepSeek-V3.2), measured with the current weights.
     """
-    # d: log(trainer / generator) of each token, w: its exponential, or that of its sum over the row.  [B, T] each
-    # The trainer's is pi_old; under --old_logprobs sampler, where pi_old is the generator's, pi: --reject_by reads it.
-    d, w = mismatch(logprobs, batch, cfg)
+    # Under --old_logprobs sampler pi_old is the generator's own: --reject_by then compares pi with it.
+    trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
+    d, w = mismatch(trainer, batch, cfg)  # log(trainer / generator); its exponential, or that of its sum over the row
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
         w = torch.ones_like(w)
     elif cfg.correction_mode == "mask":
@@ -911,7 +911,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
     # The policy is left without values. receive(module) gives a part of it memory on `device` and the values of rank 0,
-    # by broadcast: module by module, each cut into shards before the next.
+    # by broadcast: module by module, each cut into shards before the next. What has its values is left as it is.
     receive = share_adapters if cfg.load_in else parameters.emptied(policy, device)
     if cfg.strategy == "ddp":
         receive(policy)
@@ -937,7 +937,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     # reduced once. Input embeddings are a unit of their own, unless they are the output layer's.
     tied = last is not None and last.weight is first.weight
     for module in [*layers, *([] if tied else [first]), policy]:
-        receive(module)  # but what has its values already
+        receive(module)
         fully_shard(module, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights

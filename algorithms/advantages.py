@@ -121,9 +121,12 @@ def normalised(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) 
     """Rewards whose sums are the scores less a mean, over a std, as --reward_mean and --reward_std of the row's domain
     say. The score is the sum of its row, so the mean is taken off once, at the end.  [B, T]
 
-    moments: count, sum and sum of squares of all scores so far, by domain; brought up to date.
+    moments: count, sum and sum of squares of all scores so far, by domain; brought up to date. So are, for `rae`, the
+    means of roles, which become batch.baselines.
     """
     rewards = batch.rewards
+    if cfg.advantage == "rae":
+        batch.baselines = role_means(batch, moments.setdefault("/rae", {}))  # no domain has such a name
     if not normalised_beforehand(cfg):
         return rewards
     # A rank without rows of a domain gets some row as `part`, so that it joins the collectives; it contributes 0.

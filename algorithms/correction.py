@@ -1,16 +1,13 @@
 """How far trainer and generator are apart on the sampled tokens, and what --reject_by leaves out for it."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from batch import Batch, row_mean
 from config import TrainConfig
 
 
-def mismatch(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Trainer's minus generator's log-probs, and their ratio, by token or by sequence.  [B, T] each"""
-    trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
+def mismatch(trainer: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
+    """The trainer's minus the generator's log-probs, and their ratio, by token or by sequence.  [B, T] each"""
     d = (trainer - batch.sampling_logprobs) * batch.loss_mask
     d = d.nan_to_num().clamp(-20, 20)  # nan: not sampled (demonstrations)
     by_row = d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d)
@@ -19,9 +16,8 @@ def mismatch(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, 
 
 def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
     """How far trainer and generator are apart.  [B, T] each; weights: `correction`'s"""
-    if cfg.old_logprobs == "interpolate":  # pi_old is not the trainer's
-        batch = replace(batch, old_logprobs=logprobs.detach())
-    d, w = mismatch(logprobs, batch, cfg)
+    of_generator = cfg.old_logprobs in ("sampler", "interpolate")  # then pi_old is not the trainer's
+    d, w = mismatch(logprobs.detach() if of_generator else batch.old_logprobs, batch, cfg)
     stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
     stats |= {
         "ratio_mean": w,
