@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 import gpu_check  # noqa: E402
 import memory_worker  # noqa: E402
 import torch  # noqa: E402
-from gpu_checks import CHECKS, EVEN, PHASES, Check, Machine, fastest, in_ranks, settled, shaped_folder  # noqa: E402
+from gpu_checks import CHECKS, PHASES, Check, Machine, fastest, in_ranks, settled, shaped_folder  # noqa: E402
 
 import plan  # noqa: E402
 import train_grpo as script  # noqa: E402
@@ -159,9 +159,8 @@ def train(run: str, words: str, seconds: float, machine: Machine) -> list[dict]:
 def steps(name: str, flags: str, machine: Machine) -> str:
     """Seconds by phase, the least of all steps but the first."""
     make(machine)
-    (machine.folder / "even.py").write_text(EVEN, encoding="utf-8")
     group, length, count = (16, 128, 4) if machine.gpu else (2, 8, 2)
-    words = f"--model_id {RANDOM} --dataset_id examples/sums.py:rows --reward_funcs {machine.folder}/even.py:even "
+    words = f"--model_id {RANDOM} --dataset_id examples/sums.py:rows --reward_funcs tests/even.py:even "
     words += f"--prompts_per_step 8 --num_generations {group} --max_prompt_length 128 --max_steps {count} "
     words += f"--max_completion_length {length} --min_completion_length {length} --learning_rate 1e-6 "
     words += f"--logprob_diff_limit 10 {flags}"

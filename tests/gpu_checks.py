@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import sharding_worker  # noqa: E402
-from live import EVEN, Process, running  # noqa: E402
+from live import Process, running  # noqa: E402
 from ragged import SETTINGS, relative_difference, settled  # noqa: E402
 from server_fixture import start_server  # noqa: E402
 
@@ -126,8 +126,6 @@ def advantages(cfg, batch: script.Batch) -> list[torch.Tensor]:
 
 
 def loss(cfg, batch: script.Batch) -> list[torch.Tensor]:
-    if choose := getattr(script.POLICY_LOSSES[cfg.policy_loss], "choose", None):
-        batch.chosen = choose(logprobs_of(batch), batch, cfg)
     leaf = logprobs_of(batch)
     per_token, stats = script.POLICY_LOSSES[cfg.policy_loss](leaf, batch, cfg)
     per_token.sum().backward()
@@ -373,8 +371,7 @@ def sharded(flags: str, machine: Machine) -> str:
 
 def run_steps(machine: Machine, name: str, words: list, seconds: float, ranks: int = 1, ids=None, **env) -> list[dict]:
     """The steps of a run of a train script on models/tiny, whose reward (even token ids) changes the weights."""
-    (machine.folder / "even.py").write_text(EVEN, encoding="utf-8")
-    usual = f"--model_id {TINY} --dataset_id examples/sums.py:rows --reward_funcs {machine.folder}/even.py:even "
+    usual = f"--model_id {TINY} --dataset_id examples/sums.py:rows --reward_funcs tests/even.py:even "
     usual += "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 8 "
     usual += f"--learning_rate 1e-3 --print_samples_every 0 --no-log_completions --output_dir {machine.folder} "
     in_ranks(machine, ranks, [words[0], *usual.split(), "--run_name", name, *words[1:]], seconds, ids, **env)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,13 +18,12 @@ sys.path.append(str(ROOT / "scripts"))
 from forks import Fork, places  # noqa: E402
 from orphans import ends_with_us  # noqa: E402
 
-# A random model of 6 M parameters, and a reward by which it learns: about half of all token ids are even.
-EVEN = (
-    "def even(completion_ids, **_):\n    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]\n"
-)
+from runfiles.reading import read_metrics  # noqa: E402
+
+# A random model of 6 M parameters, which learns by the reward.
 SMALL = "--model_id models/tiny --generator hf --compute_dtype float32 --dataset_id examples/sums.py:rows "
 SMALL += "--prompts_per_step 4 --num_generations 4 --max_prompt_length 64 --max_completion_length 8 "
-SMALL += "--learning_rate 1e-3 --print_samples_every 0"
+SMALL += "--learning_rate 1e-3 --print_samples_every 0 --reward_funcs tests/even.py:even"
 
 
 class Process:
@@ -101,3 +101,11 @@ def running(process: Process) -> Iterator[Process]:
         yield process
     finally:
         process.kill()
+
+
+def trained(folder: Path, flags: str, run: str = "run", **how) -> list[dict]:
+    """The lines of metrics.jsonl of a run in folder/run that ends well; how: of `trainer`. Log: folder/run.log."""
+    words = [*shlex.split(flags), "--output_dir", str(folder), "--run_name", run]
+    with running(trainer(folder / f"{run}.log", *words, **how)) as process:
+        assert process.end() == 0, process.text
+    return read_metrics(folder / run)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import requests
 import torch
-from live import ROOT, SMALL, running, trainer
+from live import ROOT, SMALL, trained
 from test_server import moved, named, push
 from test_turns import tokenizer_of
 from tiers import by_default
@@ -21,7 +21,6 @@ from agentic.recorder import Conversation, read_answer, recorder
 from config import TrainConfig
 from inputs.trajectory import Completion, TrajectoryError
 from rollouts import trajectory_fault
-from runfiles.reading import read_metrics
 from vllm_client import VLLMClient
 
 CALL = '<tool_call>{"name":"add","arguments": {"a": 2,  "b": 3}}</tool_call>'  # blanks as no template writes them
@@ -496,12 +495,10 @@ def test_a_push_in_the_middle_of_an_answer(server, logged):
 
 @pytest.mark.parametrize("name", by_default(["sdk"], NAMES))
 def test_agents_of_others_train_beside_a_server(name, server, tmp_path):
-    flags = f"{SMALL} --generator vllm --server_urls {server.url} --max_steps 3 --output_dir {tmp_path} --run_name run "
+    flags = f"{SMALL} --generator vllm --server_urls {server.url} --max_steps 3 "
     flags += "--max_prompt_length 256 --max_completion_length 200 --max_turn_length 12 --agent_timeout 100 "
     flags += "--tool_parser hermes --reward_funcs " + ("last_number" if name == "bash" else "environment")
-    command = [*flags.split(), "--agent", agent_of(name)]
-    with running(trainer(tmp_path / "log", *command, VLLM_SERVER_TOKEN=server.token)) as process:
-        assert process.end() == 0, process.text[-3000:]
-    lines = [line for line in read_metrics(tmp_path / "run") if "reward" in line]
+    lines = trained(tmp_path, f"{flags} --agent '{agent_of(name)}'", VLLM_SERVER_TOKEN=server.token)
+    lines = [line for line in lines if "reward" in line]
     assert len(lines) == 3 and all(line["sampling/logprob_diff_max"] < 1e-4 for line in lines)
     assert all(line["agent/calls"] >= line["agent/rows"] >= 1 and line["rollout/failed"] == 0 for line in lines)

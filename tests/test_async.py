@@ -10,21 +10,16 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live import EVEN, ROOT, SMALL, running, trainer
+from live import ROOT, SMALL, trained
 
 import train_async
 from config import ConfigError
-from runfiles.reading import read_metrics
 from train_async import Ahead, TrainConfig
 
 
 def steps_of(folder, script, flags, run, **how):
-    (folder / "even.py").write_text(EVEN, encoding="utf-8")
-    flags = f"{SMALL} --reward_funcs {folder}/even.py:even --max_steps 4 --output_dir {folder} --run_name {run} {flags}"
-    with running(trainer(folder / f"{run}.log", *flags.split(), script=script, **how)) as process:
-        assert process.end() == 0, process.text[-3000:]
-    ours = ("time/", "async/", "staleness/")
-    lines = [line for line in read_metrics(folder / run) if "reward" in line]
+    lines = trained(folder, f"{SMALL} --max_steps 4 {flags}", run, script=script, **how)
+    ours, lines = ("time/", "async/", "staleness/"), [line for line in lines if "reward" in line]
     return [{k: v for k, v in line.items() if not k.startswith(ours)} for line in lines], lines
 
 

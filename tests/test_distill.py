@@ -1,11 +1,9 @@
 """On-policy distillation: the signals against independent loops, a teacher in this process, and live teachers."""
 
 import asyncio
-import json
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
@@ -14,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live import EVEN, SMALL, running, trainer
+from live import SMALL, trained
 from server_fixture import make_tiny, start_server
 
 import train_grpo as script
@@ -159,9 +157,8 @@ def test_what_a_teacher_here_says_is_what_its_model_says(tiny, shown, shared):
             assert torch.allclose(batch.teacher_top_logprobs[row, 3 + place], at[top], atol=2e-5)
 
 
-def learned(run: Path, key: str) -> list[float]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line[key] for line in map(json.loads, lines) if key in line]
+def learned(lines: list[dict], key: str) -> list[float]:
+    return [line[key] for line in lines if key in line]
 
 
 @pytest.fixture(scope="module")
@@ -185,18 +182,12 @@ def even_tiny(tmp_path_factory):
     return folder
 
 
-TAUGHT = SMALL + " --reward_funcs zero --max_steps 12 --learning_rate 3e-3 "
-
-
 @pytest.mark.parametrize("how", ["--advantage distill", pytest.param("--distill_topk 1024", marks=pytest.mark.slow)])
 def test_the_policy_learns_what_its_teacher_can_without_any_reward(how, even_tiny, tmp_path):
     """The share of even tokens is looked at, and counts for nothing."""
-    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
-    flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --reward_weights 0 --max_steps 50 {how} "
-    flags += f"--teacher_id {even_tiny} --num_generations 8 --output_dir {tmp_path} --run_name x"
-    with running(trainer(tmp_path / "log", *flags.split())) as process:
-        assert process.end() == 0, process.text
-    shares, apart = (learned(tmp_path / "x", key) for key in ("rewards/even/mean", "distill/reverse_kl"))
+    flags = f"{SMALL} --reward_weights 0 --max_steps 50 {how} --teacher_id {even_tiny} --num_generations 8"
+    lines = trained(tmp_path, flags)
+    shares, apart = (learned(lines, key) for key in ("rewards/even/mean", "distill/reverse_kl"))
     assert shares[0] < 0.65 and sum(shares[-3:]) / 3 > 0.7, shares
     assert sum(apart[-3:]) < 0.5 * sum(apart[:3]), apart
 
@@ -237,19 +228,16 @@ def test_a_server_says_what_its_model_says(teacher, tiny):
 @pytest.mark.slow
 def test_a_run_with_a_teachers_server(teacher, tmp_path):
     """The policy is its teacher at first, so the first gaps are 0; the token columns have what it said."""
-    flags = f"{TAUGHT} --max_steps 2 --advantage distill --distill_topk 3 --teacher_urls {teacher.url} "
-    flags += f"--output_dir {tmp_path} --run_name x"
-    with running(trainer(tmp_path / "log", *flags.split(), TEACHER_TOKEN=teacher.token)) as process:
-        assert process.end() == 0, process.text
-    assert abs(learned(tmp_path / "x", "distill/reverse_kl")[0]) < 1e-3
-    assert learned(tmp_path / "x", "distill/asked") == [1, 1]
-    longest, mean = (learned(tmp_path / "x", f"distill/seconds{end}")[0] for end in ("_max", ""))
-    assert longest >= mean > 0 and not learned(tmp_path / "x", "time/teacher")
-    columns = pandas.read_parquet(next((tmp_path / "x" / "completions").glob("step_*1.parquet")))
+    flags = f"{SMALL} --reward_funcs zero --max_steps 2 --advantage distill --distill_topk 3 --learning_rate 3e-3 "
+    lines = trained(tmp_path, f"{flags} --teacher_urls {teacher.url}", TEACHER_TOKEN=teacher.token)
+    assert abs(learned(lines, "distill/reverse_kl")[0]) < 1e-3 and learned(lines, "distill/asked") == [1, 1]
+    longest, mean = (learned(lines, f"distill/seconds{end}")[0] for end in ("_max", ""))
+    assert longest >= mean > 0 and not learned(lines, "time/teacher")
+    columns = pandas.read_parquet(next((tmp_path / "run" / "completions").glob("step_*1.parquet")))
     for row in columns.to_dict("records"):  # half precision
         assert row["tokens/teacher_logprob"] == pytest.approx(row["tokens/sampler_logprob"], abs=0.02)
-    assert teacher.token not in process.text
-    assert "A teacher: distill/reverse_kl" in process.text and "Watch the reward" not in process.text
+    said = (tmp_path / "run.log").read_text(encoding="utf-8")
+    assert teacher.token not in said and "A teacher: distill/reverse_kl" in said and "Watch the reward" not in said
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ def environment(reset: str) -> dict:
 
 FILE, OWN_DATA = "--dataset_id {at}/rows.jsonl", "--dataset_id {at}/own.py:own"
 REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own", "--tools {at}/own.py:own"
-LENGTH = "--reward_funcs length"
 
 DATA = [
     ("a line that is no UTF-8", rows(b'{"prompt": "caf\xe9"}'), FILE, 2, "rows.jsonl"),
@@ -98,9 +97,8 @@ def test_a_fault_is_survived_or_named(fault, tmp_path):
         text = content if isinstance(content, bytes) else content.replace("{at}", str(tmp_path)).encode()
         (tmp_path / name).write_bytes(text)
     given = f"--max_steps 2 {flags}".replace("{at}", str(tmp_path)).split()
-    known = [] if "--reward_funcs" in flags else LENGTH.split()
     folder = [] if "--output_dir" in flags else ["--output_dir", str(tmp_path)]
-    with running(trainer(tmp_path / "log", *SMALL.split(), *known, *folder, *given)) as run:
+    with running(trainer(tmp_path / "log", *SMALL.split(), *folder, *given)) as run:
         ended = run.end(LIMIT)
     assert ended == status or (status is None and ended in (0, 1, 2)), run.text[-3000:]
     assert re.search(names.replace("{at}", re.escape(str(tmp_path))), run.text, re.S), run.text[-3000:]
@@ -109,7 +107,7 @@ def test_a_fault_is_survived_or_named(fault, tmp_path):
 
 
 def test_a_signal_ends_a_run_and_leaves_whole_files(tmp_path):
-    flags = [*SMALL.split(), *LENGTH.split(), "--output_dir", str(tmp_path), "--run_name", "run", "--max_steps", "500"]
+    flags = [*SMALL.split(), "--output_dir", str(tmp_path), "--run_name", "run", "--max_steps", "500"]
     with running(trainer(tmp_path / "log", *flags)) as run:
         run.until(lambda: "step 2/500" in run.text)
         os.kill(run.members[0].pid, signal.SIGTERM)

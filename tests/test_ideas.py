@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from live import EVEN, ROOT, SMALL, running, trainer
-
-from runfiles.reading import read_metrics
+from live import ROOT, SMALL, trained
 
 PAGE = (ROOT / "docs" / "ideas.md").read_text(encoding="utf-8")
 KNOB = "# A knob of your own:"
@@ -44,12 +42,8 @@ def copy(tmp_path):
 
 def train(folder: Path, script: str, flags: str, run: str = "run") -> list[dict]:
     """Lines of the steps of a run."""
-    (folder / "even.py").write_text(EVEN, encoding="utf-8")
-    base = f"{SMALL} --reward_funcs {folder}/even.py:even --max_steps 3 --output_dir {folder} --run_name {run} "
-    command = (base + flags).split()
-    with running(trainer(folder / f"{run}.log", *command, script=script, PYTHONPATH=str(ROOT))) as process:
-        assert process.end() == 0, process.text[-3000:]
-    return [line for line in read_metrics(folder / run) if "reward" in line]
+    lines = trained(folder, f"{SMALL} --max_steps 3 {flags}", run, script=script, PYTHONPATH=str(ROOT))
+    return [line for line in lines if "reward" in line]
 
 
 # What makes rewards of 0 and 1, for ideas about right and wrong.

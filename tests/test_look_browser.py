@@ -6,7 +6,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from live import EVEN, SMALL, running, trainer
+from live import SMALL, running, trainer
 from looking_at import looking
 from made_runs import completions_table, make_run, write_step
 from playwright import sync_api
@@ -102,9 +102,9 @@ def until(condition, limit: float = 120):
 
 def test_a_run_is_followed_while_it_trains(tab, site, tmp_path):
     """A real training: its state, growing curves without a reload, then its completions."""
-    slow = EVEN.replace("    return", "    __import__('time').sleep(0.1)\n    return")  # so that one can look meanwhile
-    (tmp_path / "even.py").write_text(slow, encoding="utf-8")
-    flags = f"{SMALL} --max_steps 12 --output_dir {site.folder} --run_name live --reward_funcs {tmp_path}/even.py:even"
+    slow = "import time\n\n\ndef slow(completion_ids, **_):\n    time.sleep(0.1)\n    return map(len, completion_ids)\n"
+    (tmp_path / "slow.py").write_text(slow, encoding="utf-8")  # so that one can look meanwhile
+    flags = f"{SMALL} --max_steps 12 --output_dir {site.folder} --run_name live --reward_funcs {tmp_path}/slow.py:slow"
     with running(trainer(tmp_path / "log", *flags.split())) as run:
         run.until(lambda: tab.locator("td a:has-text('live')").count())
         tab.click("td a:has-text('live')")

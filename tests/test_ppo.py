@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from live import EVEN, SMALL, running, trainer
+from live import SMALL, trained
 from safetensors.torch import load_file
 from server_fixture import make_tiny
 from test_algorithms import GOLDEN, golden_advantages, golden_batch, weighted
@@ -14,8 +14,6 @@ from config import ConfigError
 from inputs.processor import load_processor
 from train_grpo import ADVANTAGES, Batch
 from train_ppo import CriticTrainer, TrainConfig, gae_returns, value_loss
-
-PPO = "train_ppo.py"
 
 
 def batch_with_values() -> Batch:
@@ -93,24 +91,15 @@ FLAGS = f"{SMALL} --prompts_per_step 4 --num_generations 1 --max_steps 2 --criti
 
 
 def test_two_ranks_train_policy_and_critic(tmp_path):
-    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
-    flags = f"{FLAGS} --strategy fsdp2 --use_peft --dtype bfloat16 --reward_funcs {tmp_path}/even.py:even".split()
-    run = trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--run_name", "run", ranks=2, script=PPO)
-    with running(run):
-        assert run.end() == 0, run.text
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    flags = f"{FLAGS} --strategy fsdp2 --use_peft --dtype bfloat16"
+    lines = trained(tmp_path, flags, ranks=2, script="train_ppo.py")
     assert len(lines) == 2 and all(line["value/grad_norm"] > 0 and line["grad_norm"] > 0 for line in lines)
     assert "value/explained_variance" in lines[-1]
 
 
 def test_critic_warmup_leaves_the_policy_bit_identical(tmp_path):
-    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
-    flags = [*FLAGS.split(), "--reward_funcs", f"{tmp_path}/even.py:even", "--critic_warmup", "2"]
-    run = trainer(tmp_path / "log", *flags, "--output_dir", str(tmp_path), "--run_name", "run", script=PPO)
-    with running(run):
-        assert run.end() == 0, run.text
+    lines = trained(tmp_path, f"{FLAGS} --critic_warmup 2", script="train_ppo.py")
     before = load_file(make_tiny() / "model.safetensors")
     after = load_file(tmp_path / "run" / "checkpoints" / "step_2" / "model.safetensors")
     assert all(torch.equal(after[name].to(weight.dtype), weight) for name, weight in before.items())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert all(line["value/grad_norm"] > 0 and "grad_norm" not in line for line in lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import SMALL, running, trainer
+from live import SMALL, trained
 from ranks import on_ranks
 from server_fixture import ROOT, make_tiny
 
@@ -19,7 +19,6 @@ import train_grpo
 import train_ppo
 from algorithms import optimizers
 from config import ConfigError, load_config
-from runfiles.reading import read_metrics
 
 PAGES = sorted(
     [
@@ -153,20 +152,16 @@ def test_files_of_the_readme_run_and_their_metrics_are_explained(tmp_path):
                 (tmp_path / name[1]).write_text(block, encoding="utf-8")
     flags = f"{SMALL} --dataset_id {tmp_path}/my_rows.py:rows --reward_funcs {tmp_path}/my_rewards.py:concise "
     flags += f"--tools {tmp_path}/my_tools.py:weather --max_completion_length 16 --max_prompt_length 512 --max_steps 1 "
-    flags += f"--max_turn_length 8 --max_turns 2 --eval_steps 1 --output_dir {tmp_path} --run_name run --beta 0.01"
+    flags += "--max_turn_length 8 --max_turns 2 --eval_steps 1 --beta 0.01"
     make_tiny()
-    with running(trainer(tmp_path / "log", *flags.split())) as run:
-        assert run.end() == 0, run.text
+    seen = {name for line in trained(tmp_path, flags) for name in line} - {"step"}
     glossary = re.findall(r"`([\w@/]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"))
     known = {re.sub("NAME|PART|ORIGIN", "[^/]+", name).replace("@k", r"@\d+") for name in glossary}
-    seen = {name for line in read_metrics(tmp_path / "run") for name in line} - {"step"}
     assert "rewards/concise/right/mean" in seen and "turns/mean" in seen
     assert not {name for name in seen if not any(re.fullmatch(pattern, name) for pattern in known)}
     flags = f"{SMALL} --dataset_id {tmp_path}/my_rows.py:rows --agent {tmp_path}/my_agent.py:run --max_steps 1 "
-    flags += f"--max_completion_length 64 --max_turn_length 8 --output_dir {tmp_path} --run_name agent"
-    with running(trainer(tmp_path / "agent.log", *flags.split())) as run:
-        assert run.end() == 0, run.text
-    seen = {name for line in read_metrics(tmp_path / "agent") for name in line} - {"step"}
+    flags += "--max_completion_length 64 --max_turn_length 8 --reward_funcs environment"
+    seen = {name for line in trained(tmp_path, flags, "agent") for name in line} - {"step"}
     assert "agent/rows" in seen and not {name for name in seen if not any(re.fullmatch(p, name) for p in known)}
     play = [sys.executable, "scripts/play.py", "--env", f"{tmp_path}/my_env.py:Guess", "--policy", "random"]
     done = subprocess.run(play, cwd=ROOT, capture_output=True, text=True, timeout=100, encoding="utf-8")

@@ -14,14 +14,13 @@ import tiny_vlms
 import yaml
 from families import saved
 from forks import free_port
-from live import Process, running, trainer
+from live import Process, running, trained
 from server_fixture import make_tiny
 from transformers import AutoTokenizer
 
 from config import ConfigError, TrainConfig, load_function
 from inputs.vision import build_prompt
 from rewards import get_reward_function
-from runfiles.reading import read_metrics
 from safety import sandbox
 
 ROOT = Path(__file__).parent.parent
@@ -314,10 +313,7 @@ CHEAP = ("search_r1",)
 def test_trains_two_steps(name, models, databases, engine, tmp_path):
     spec, script = spec_of(name, databases), script_of(name)
     (tmp_path / f"{name}.yaml").write_text(re.sub(r"size=\d+", "size=4", TEXTS[name]), encoding="utf-8")
-    flags = f"--config {tmp_path}/{name}.yaml {SMALL} {MORE[script]} --run_name run --output_dir {tmp_path}".split()
-    flags += ["--dataset_id", spec] * bool(spec) + ["--model_id", models(name)]
-    flags += ["--teacher_id", str(make_tiny())] * (name == "distill_math")
-    with running(trainer(tmp_path / "log", *flags, script=script, RETRIEVER_URL=engine)) as run:
-        assert run.end() == 0, run.text
-    lines = read_metrics(tmp_path / "run")
-    assert sum("reward" in line for line in lines) == 2 and any("eval/reward" in line for line in lines), run.text
+    flags = f"--config {tmp_path}/{name}.yaml {SMALL} {MORE[script]} --model_id {models(name)} "
+    flags += f"--dataset_id '{spec}' " * bool(spec) + f"--teacher_id {make_tiny()}" * (name == "distill_math")
+    lines = trained(tmp_path, flags, script=script, RETRIEVER_URL=engine)
+    assert sum("reward" in line for line in lines) == 2 and any("eval/reward" in line for line in lines), lines

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from live import EVEN, SMALL, running, trainer
+from live import ROOT, SMALL, running, trainer
 from tiers import by_default
 
 from config import ConfigError
@@ -29,9 +29,8 @@ FLAGS += "--num_iterations 2 --num_minibatches 2 --lr_schedule cosine --warmup_s
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "even.py").write_text(EVEN, encoding="utf-8")
     (folder / "held_out.jsonl").write_text('{"prompt": "1 + 1 ="}\n{"prompt": "Count to three:"}\n', encoding="utf-8")
-    rewards = ["--reward_funcs", f"{folder}/even.py:even", "length"]
+    rewards = ["--reward_funcs", "tests/even.py:even", "length"]
     return [*FLAGS.split(), *rewards, "--eval_dataset_id", str(folder / "held_out.jsonl"), "--eval_split", "train"]
 
 
@@ -133,7 +132,7 @@ def short(flags, tmp_path_factory):
     """A run of four steps with its two checkpoints, its flags, and copies to damage."""
     folder = tmp_path_factory.mktemp("short")
     (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(40)), encoding="utf-8")
-    (folder / "even.py").write_text(EVEN, encoding="utf-8")
+    shutil.copy(ROOT / "tests" / "even.py", folder)
     args = f"{SMALL} --dataset_id {folder}/rows.jsonl --reward_funcs {folder}/even.py:even --save_steps 2"
     whole = [*args.split(), "--output_dir", str(folder)]
     with running(trainer(folder / "log", *whole, "--run_name", "whole", "--max_steps", "4")) as run:
@@ -173,7 +172,7 @@ def test_a_write_that_fails_ends_the_run(short):
 
 def test_a_second_trainer_is_refused(broken):
     """Of the same name, resumed or not, while the first one runs; the first goes on."""
-    args = [*EVEN_ARGS, "--output_dir", str(broken.folder), "--run_name", "busy", "--max_steps", "200"]
+    args = [*SMALL.split(), "--output_dir", str(broken.folder), "--run_name", "busy", "--max_steps", "200"]
     with running(trainer(broken.folder / "busy.log", *args, "--save_steps", "1")) as first:
         first.until(lambda: (broken.folder / "busy" / "checkpoints" / "step_1").exists())
         for more in ([], ["--resume"]):
@@ -186,22 +185,20 @@ def test_a_second_trainer_is_refused(broken):
     assert steps == list(range(1, len(steps) + 1))
 
 
-EVEN_ARGS = f"{SMALL} --reward_funcs length".split()
-
-
 def test_what_differs_is_said(broken):
     """A row is replaced, and a reward is edited."""
     rows = (broken.folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     other = broken.folder / "other.jsonl"
     other.write_text("\n".join([*rows[:39], '{"prompt": "new"}']), encoding="utf-8")
-    (broken.folder / "even.py").write_text(EVEN + "# edited\n", encoding="utf-8")
+    with open(broken.folder / "even.py", "a", encoding="utf-8") as file:
+        file.write("# edited\n")
     changed = ["--dataset_id", str(other), "--learning_rate", "2e-3", "--seed", "7"]
     end = broken.resume(*changed, ranks=2)
     assert end.status == 0, end.text
     assert "learning_rate 0.001 -> 0.002" in end.text and "seed 42 -> 7" in end.text, end.text
     assert "the rows changed" in end.text and "even.py changed" in end.text and "ranks 1 -> 2" in end.text, end.text
     assert "max_steps" not in end.text, end.text
-    (broken.folder / "even.py").write_text(EVEN, encoding="utf-8")
+    shutil.copy(ROOT / "tests" / "even.py", broken.folder)
 
 
 def test_a_checkpoint_of_an_older_format_is_refused_in_a_line(tmp_path):

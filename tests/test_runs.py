@@ -14,7 +14,7 @@ import pytest
 import requests
 import torch
 from forks import free_port
-from live import EVEN, Process, running, trainer
+from live import SMALL, Process, running, trainer
 from push_worker import CASES, all_cases
 from ranks import on_ranks
 from server_fixture import make_tiny
@@ -26,11 +26,8 @@ from vllm_client import VLLMClient
 
 @pytest.fixture
 def flags(tmp_path, server):
-    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
-    words = "--model_id models/tiny --compute_dtype float32 --dataset_id examples/sums.py:rows --prompts_per_step 4 "
-    words += "--num_generations 4 --max_prompt_length 64 --max_completion_length 8 --learning_rate 1e-3 --max_steps 2 "
-    words += f"--print_samples_every 0 --eval_split none --reward_funcs {tmp_path}/even.py:even --run_name x "
-    return [*words.split(), "--output_dir", str(tmp_path), "--server_urls", server.url]
+    words = f"{SMALL} --generator vllm --server_urls {server.url} --max_steps 2 --eval_split none --run_name x "
+    return [*words.split(), "--output_dir", str(tmp_path)]
 
 
 def trains(tmp_path, server, *words: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import ragged
 import test_turns
 import torch
-from live import EVEN, SMALL, running, trainer
+from live import SMALL, trained
 from test_turns import TURNS, Scripted, tokenizer_of, tool_environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -98,12 +98,9 @@ def test_two_ranks_write_one_table(tmp_path):
     (tmp_path / "held_out.jsonl").write_text(
         "".join(f'{{"prompt": "{n} + 1 ="}}\n' for n in range(5)), encoding="utf-8"
     )
-    (tmp_path / "even.py").write_text(EVEN, encoding="utf-8")
-    flags = f"{SMALL} --reward_funcs {tmp_path}/even.py:even --max_steps 2 --loss_agg token_mean --eval_steps 2 "
-    flags += f"--eval_generations 2 --eval_dataset_id {tmp_path}/held_out.jsonl --eval_split train --strategy fsdp2 "
-    flags += f"--output_dir {tmp_path} --max_prompt_length 128"
-    with running(trainer(tmp_path / "a.log", *flags.split(), "--run_name", "a", ranks=2)) as one:
-        assert one.end() == 0, one.text
+    flags = f"{SMALL} --max_steps 2 --loss_agg token_mean --eval_steps 2 --max_prompt_length 128 --strategy fsdp2 "
+    flags += f"--eval_generations 2 --eval_dataset_id {tmp_path}/held_out.jsonl --eval_split train"
+    trained(tmp_path, flags, "a", ranks=2)
     table = pandas.read_parquet(tmp_path / "a" / "completions" / "step_000002.parquet")
     assert len(table) == 16 and sorted(table.groupby("group").size()) == [4] * 4 and table["group"].dtype == "int64"
     assert table.policy_version.dtype == table.length.dtype == "int32" and set(table.policy_version) == {1}
