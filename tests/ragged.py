@@ -91,6 +91,16 @@ def wake_adapters(inner) -> None:
             torch.nn.init.normal_(parameter, std=0.05)
 
 
+def load_awake(cfg: TrainConfig, device: torch.device):
+    """The policy with adapters that are not zero: set before sharding, alike on every rank."""
+    original = script.shard
+    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    try:
+        return script.load_policy(cfg, device)
+    finally:
+        script.shard = original
+
+
 def relative_difference(a: dict, b: dict) -> float:
     assert a.keys() == b.keys()
     distance = sum((a[name] - b[name]).double().pow(2).sum() for name in a)
@@ -99,7 +109,7 @@ def relative_difference(a: dict, b: dict) -> float:
 
 def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tuple, dict]:
     """{(loss, aggregation, cut): gradients by parameter}"""
-    policy = script.load_policy(base, device)
+    policy = load_awake(base, device)
     inner = script.unwrapped(policy)
     batch = local_batch(rank, world, device)
     logprobs = script.all_logprobs(policy, batch, base)[0]

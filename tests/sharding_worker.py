@@ -31,13 +31,8 @@ def batch_of(rank: int, world: int, device: torch.device) -> script.Batch:
 def found(flags: list[str], rank: int, world: int, device: torch.device) -> dict:
     """Whole gradient by name, its norm, names of what a push sends, and how many graphs were compiled."""
     cfg = load_config(TrainConfig, ["--compute_dtype", "float32", "--tokens_per_microbatch", "40", *flags])
-    original, script.load_hf_model = script.shard, ragged.small_llama
-    script.shard = lambda policy, *rest, **more: (
-        ragged.wake_adapters(policy),
-        original(policy, *rest, **more),
-    )[1]
-    policy = script.load_policy(cfg, device)
-    script.shard = original
+    script.load_hf_model = ragged.small_llama
+    policy = ragged.load_awake(cfg, device)
     gradient = ragged.gradients(policy, batch_of(rank, world, device), cfg)
     norm = script.clip_gradients(policy, 1e9)
     sent = [name for bucket in script.weight_buckets(policy, 2**30, torch.float32) for name, _ in bucket]

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from live import SMALL, trained
 from test_turns import Scripted, tokenizer_of
 
 import rewards
@@ -71,10 +72,8 @@ import threading
 class Counter:
     """Keeps its count; every call is slow enough for two at once to lose one."""
 
-
     def __init__(self, start=0):
         self.start = start
-
 
     async def reset(self, **kwargs):
         self.count, self.seen, self.thread = self.start, kwargs, threading.current_thread()
@@ -119,10 +118,6 @@ class Plain:
         return self.word
 
 
-
-
-
-
 five = functools.partial(Counter, start=5)
 
 
@@ -133,8 +128,6 @@ def made():
 def seen_environments(environments, prompts, completions, **kwargs):
     assert len(environments) == len(prompts) == len(completions)
     return [float(type(environment).__name__ == "Counter") for environment in environments]
-
-
 '''
 INCREMENT = '<tool_call>{"name": "increment", "arguments": {"by": 4}}</tool_call>'
 DOUBLE = '<tool_call>{"name": "double", "arguments": {}}</tool_call>'
@@ -191,3 +184,11 @@ def test_prompts_that_the_environment_makes(trl, tmp_path):
     assert len(train) == 20 and not {row["seed"] for row in train} & {row["seed"] for row in test}
     with pytest.raises(ConfigError, match="such as seeds:2000"):
         load_rows("seeds:many")
+
+
+def test_a_run_trains_with_such_a_class(trl, tmp_path):
+    flags = f"{SMALL} --env {trl}:five --reward_funcs environment {trl}:seen_environments --max_steps 1 "
+    lines = trained(tmp_path, flags + "--max_prompt_length 512 --max_completion_length 40 --max_turn_length 20")
+    (line,) = [line for line in lines if "reward" in line]
+    found = {name: line[f"rewards/{name}/mean"] for name in ("environment", "seen_environments")}
+    assert found == {"environment": 5, "seen_environments": 1} and line["turns/mean"] == 1

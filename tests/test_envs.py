@@ -1,4 +1,4 @@
-"""Environments of ours and of others: rules, seeds, and a training run with a class written for TRL."""
+"""Environments of ours and of others: rules, seeds, and play without a model."""
 
 import asyncio
 import random
@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_fixture import make_tiny
 
-import train_grpo as script
 from config import ConfigError, TrainConfig
 from envs.adapters import environment_maker, get_environment
 from examples.games import FrozenLake
-from runfiles.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,58 +83,6 @@ def test_textarena():
         else:
             high = guess - 1
     assert done and reward == 1.0 and info == {"invalid": 0.0}
-
-
-TRL_FILE = '''
-class Counter:
-    """As TRL's environment_factory takes it: no base class, public methods are tools."""
-
-    def __init__(self):
-        self.count = 0
-
-    def reset(self, start: int = 0, **kwargs) -> str | None:
-        self.count = start
-        return f" The counter is at {start}."
-
-    def increment(self, by: int) -> int:
-        """
-        Raise the counter.
-
-        Args:
-            by: by how much
-
-        Returns:
-            The counter afterwards.
-        """
-        self.count += by
-        return self.count
-
-    def get_reward(self) -> float:
-        return float(self.count)
-
-
-def is_ten(completions, environments, **kwargs):
-    return [float(environment.count == 10) for environment in environments]
-
-
-def rows(split, seed):
-    for n in range(8):
-        yield {"prompt": [{"role": "user", "content": "Count to ten."}], "start": n}
-'''
-
-
-def test_a_class_written_for_trl(tmp_path):
-    """It is trained as it is: get_reward and reward functions see its state. What it can do: test_adapters.py."""
-    (tmp_path / "task.py").write_text(TRL_FILE, encoding="utf-8")
-    how = dict(
-        model_id=str(make_tiny()), generator="hf", compute_dtype="float32", max_steps=1, output_dir=str(tmp_path)
-    )
-    how |= dict(prompts_per_step=4, num_generations=4, max_completion_length=40, max_turn_length=20, run_name="grpo")
-    how |= dict(env=f"{tmp_path}/task.py:Counter", dataset_id=f"{tmp_path}/task.py:rows", output_dir=str(tmp_path))
-    script.train(TrainConfig(**how, reward_funcs=["environment", f"{tmp_path}/task.py:is_ten"]))
-    (line,) = [line for line in read_metrics(tmp_path / "grpo") if "reward" in line]
-    assert line["rewards/environment/mean"] > 0 and line["rewards/is_ten/mean"] == 0 and line["turns/mean"] == 1
-    assert line["reward"] == pytest.approx(line["rewards/environment/mean"])
 
 
 def test_a_class_of_its_own_needs_reset_and_step_alone(tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from live import SMALL, trained
-from ragged import gradients, local_batch, relative_difference, wake_adapters
+from ragged import gradients, load_awake, local_batch, relative_difference
 from ranks import on_ranks
 from server_fixture import make_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -32,16 +32,6 @@ CUTS = {
 }
 
 
-def policy_of(cfg: TrainConfig):
-    """With adapters that are not zero, the same on every rank."""
-    original = script.shard
-    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
-    try:
-        return script.load_policy(cfg, CPU)
-    finally:
-        script.shard = original
-
-
 def batch_of(policy, cfg: TrainConfig, rank: int, world: int):
     """The reference is the base without adapters."""
     batch = local_batch(rank, world)
@@ -55,7 +45,7 @@ def of_every_cut(model_dir: str, strategy: str) -> dict[str, dict]:
     found = {}
     for cut, more in CUTS.items():
         cfg = replace(CFG, model_id=model_dir, strategy=strategy, **more)
-        policy = policy_of(cfg)
+        policy = load_awake(cfg, CPU)
         found[cut] = gradients(policy, batch_of(policy, cfg, rank, world), cfg)
     return found
 
@@ -70,7 +60,7 @@ def cfg():
 
 @pytest.fixture(scope="module")
 def policy(cfg):
-    return policy_of(cfg)
+    return load_awake(cfg, CPU)
 
 
 def theirs(model_id: str) -> torch.nn.Module:

@@ -11,7 +11,6 @@ from ragged import (
     local_batch,
     relative_difference,
     small_llama,
-    wake_adapters,
     with_foreign_term,
 )
 from ranks import on_ranks
@@ -23,9 +22,7 @@ from config import TrainConfig
 
 def found(strategy: str, use_peft: bool) -> dict[tuple, dict]:
     """`all_gradients` on this rank."""
-    original, script.load_hf_model = script.shard, small_llama
-    # Adapters must be set before sharding, alike on every rank.
-    script.shard = lambda policy, *rest, **more: (wake_adapters(policy), original(policy, *rest, **more))[1]
+    script.load_hf_model = small_llama
     base = TrainConfig(strategy=strategy, compute_dtype="float32", use_peft=use_peft, beta=0.05)
     return all_gradients(base, *utils.init_distributed(60))
 
