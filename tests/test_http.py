@@ -3,10 +3,9 @@
 import json
 import ssl
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from answering import FINE, answering
 
 from config import TrainConfig, load_config, public_config
 from network import http, secrets
@@ -16,41 +15,8 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def server():
-    """A real server that answers what the test lists, one after another: (status, body, headers); None hangs up."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            made.asked.append((self.path, self.headers["Authorization"], body))
-            answer = made.answers.pop(0) if made.answers else (200, '{"fine": 1}', {})
-            if answer is None:
-                self.close_connection = True
-                return
-            if answer == "hang":
-                made.over.wait(20)
-                return
-            status, text, headers = answer
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(text))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        do_GET = do_POST
-
-        def log_message(self, *_):
-            pass
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.daemon_threads, made.asked, made.answers, made.over = True, [], [], threading.Event()
-    made.url = f"http://127.0.0.1:{made.server_port}"
-    threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
-    yield made
-    made.over.set()
-    made.shutdown()
-    made.server_close()
+    with answering(FINE) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +30,7 @@ BUSY = (503, "busy", {"Retry-After": "0"})
 
 @pytest.mark.parametrize("first", [[None], [BUSY, BUSY]])
 def test_asks_again_after_a_broken_connection_and_a_busy_server(server, first):
-    server.answers = list(first)
+    server.answers = [*first, FINE]
     assert http.ask("POST", f"{server.url}/v1/x?key=a", 10, {"a": 1}, "tökén") == {"fine": 1}
     assert len(server.asked) == len(first) + 1
     path, token, body = server.asked[-1]
@@ -77,7 +43,7 @@ def test_what_must_not_be_done_twice_is_asked_once(server, first):
     with pytest.raises(http.NoAnswer, match=f"{server.url}/push"):
         http.ask("POST", f"{server.url}/push", 10, {}, using=http.session(again=False))
     assert len(server.asked) == 1
-    server.answers = [first]
+    server.answers = [first, FINE]
     assert http.ask("GET", f"{server.url}/info", 10, using=http.session(again=False)) == {"fine": 1}
 
 

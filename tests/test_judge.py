@@ -1,12 +1,12 @@
 """The judge: its request, the grammar of its answers, retries, and what it is sent."""
 
 import asyncio
-import http.server
+import contextlib
 import json
 import math
-import threading
 
 import pytest
+from answering import answering
 from server_fixture import free_port
 from test_rewards import trajectory
 
@@ -18,56 +18,25 @@ from scoring import judge
 pytestmark = pytest.mark.quick
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with the next of `said`, the last one again and again: a text; (text, finish_reason); a status;
-    None, to break the connection. Keeps what it was sent."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append(body | {"path": self.path, "token": self.headers["Authorization"]})
-        said = self.server.said
-        one = said.pop(0) if len(said) > 1 else said[0]
-        if one is None:
-            return self.connection.close()
-        if isinstance(one, int):
-            return self.answer(one, {"error": {"message": f"sent: {self.path}"}})
-        text, reason = (one, "stop") if isinstance(one, str) else one
-        self.answer(200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]})
-
-    def answer(self, status: int, content: dict):
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args): ...
+def answer(said):
+    """In a server's form: a text; (text, finish_reason); a status; None, to break the connection."""
+    if said is None or isinstance(said, int):
+        return said and (
+            said,
+            json.dumps({"error": {"message": "sent: /v1/chat/completions?api_key=sk-0123456789"}}),
+            {},
+        )
+    text, reason = (said, "stop") if isinstance(said, str) else said
+    return 200, json.dumps({"choices": [{"message": {"content": text}, "finish_reason": reason}]}), {}
 
 
 @pytest.fixture
-def served():
-    """served(*said) -> a real HTTP server that says that, with its `url`."""
-    servers = []
-
-    def start(*said):
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.said, server.seen = list(said), []
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
-        server.shutdown()
-
-
-@pytest.fixture
-def judged(served):
+def judged():
     """judged(*said, **settings) -> (what the judge's function returns for a completion, its server)."""
+    servers = contextlib.ExitStack()
 
     def ask(*said, path="/v1", log_extra=None, **settings):
-        server = served(*said)
+        server = servers.enter_context(answering(*map(answer, said)))
         settings = {"judge_url": server.url + path, "judge_model": "j"} | settings
         cfg = TrainConfig(reward_funcs=["judge"], **settings)
         check(cfg)
@@ -75,7 +44,8 @@ def judged(served):
         (found,) = judge.judge(["good"], ["q"], cfg, answer=["x"], **extra)
         return found, server
 
-    return ask
+    with servers:
+        yield ask
 
 
 @pytest.mark.parametrize(
@@ -99,7 +69,7 @@ def test_judge(judged, tmp_path):
     assert judged(None, 500, "Score: 2")[0]["reward"] == 0.2  # a connection that breaks and a server that fails once
     (tmp_path / "t.txt").write_text("{prompt}|{completion}|{answer}", encoding="utf-8")
     found, server = judged("Score: 7", judge_template=str(tmp_path / "t.txt"))
-    assert server.seen[-1]["messages"] == [{"role": "user", "content": "q|good|x"}]
+    assert json.loads(server.asked[-1][2])["messages"] == [{"role": "user", "content": "q|good|x"}]
     with pytest.raises(ConfigError, match="needs --judge_url"):
         check(TrainConfig(judge_model="j", reward_funcs=["judge"]))
 
@@ -117,11 +87,11 @@ def test_a_template_knows_columns_only():
 def test_what_a_judge_says_in_another_form_is_asked_once_more(judged):
     shown = []
     found, server = judged("Score: 85", "Score: 3", log_extra=lambda *given: shown.append(given))
-    assert found == {"reward": 0.3, "attempts": 2, "unread": 0, "unanswered": 0} and len(server.seen) == 2
+    assert found == {"reward": 0.3, "attempts": 2, "unread": 0, "unanswered": 0} and len(server.asked) == 2
     assert shown == [("judge", ["Score: 3"])]
     for said in ("I cannot say.", ("Score: 1", "length")):
         found, server = judged(said, log_extra=lambda *given: shown.append(given))
-        assert found == {"reward": None, "attempts": 2, "unread": 1, "unanswered": 0} and len(server.seen) == 2
+        assert found == {"reward": None, "attempts": 2, "unread": 1, "unanswered": 0} and len(server.asked) == 2
         assert shown[-1][1][0].startswith("(not counted: ")
     assert "within 4000 tokens: finish_reason 'length'" in shown[-1][1][0]
 
@@ -155,7 +125,7 @@ def test_secrets_go_where_they_belong(judged, caplog, monkeypatch):
     """Keys of an address are used and not shown; the policy's token stays with it."""
     shown, key = [], "sk-0123456789"
     found, server = judged(401, path=f"/v1?api_key={key}", log_extra=lambda *given: shown.append(given))
-    assert server.seen[0]["path"] == f"/v1/chat/completions?api_key={key}" and found["unanswered"] == 1
+    assert server.asked[0][0] == f"/v1/chat/completions?api_key={key}" and found["unanswered"] == 1
     assert key not in str(shown) + caplog.text and "127.0.0.1" in str(shown)
 
     _, elsewhere = judged("Score: 9")
@@ -165,7 +135,7 @@ def test_secrets_go_where_they_belong(judged, caplog, monkeypatch):
 
     def sent() -> str | None:
         assert judge.judge(["x"], ["q"], cfg)[0]["reward"] == 0.9
-        return elsewhere.seen[-1]["token"]
+        return elsewhere.asked[-1][1]
 
     assert sent() is None
     monkeypatch.setenv("JUDGE_TOKEN", "of-the-judge\n")
