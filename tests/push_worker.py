@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -23,7 +24,7 @@ def edit(policy: torch.nn.Module, seed: int) -> None:
     torch.manual_seed(seed)  # alike on every rank, as ddp needs it
     for parameter in policy.parameters():
         if parameter.requires_grad and parameter.numel():
-            local = parameter.data.to_local() if isinstance(parameter, script.DTensor) else parameter.data
+            local = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
             local.add_(torch.randn_like(local) * (local.std(correction=0) / 3 + 0.02))
 
 
