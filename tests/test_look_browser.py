@@ -102,7 +102,7 @@ def until(condition, limit: float = 120):
 
 def test_a_run_is_followed_while_it_trains(tab, site, tmp_path):
     """A real training: its state, growing curves without a reload, then its completions."""
-    slow = "import time\n\ndef slow(prompts, **_):\n    time.sleep(0.1)\n    return [1.0] * len(prompts)\n"
+    slow = "import time\n\ndef slow(prompts, **_):\n    time.sleep(0.3)\n    return [1.0] * len(prompts)\n"
     (tmp_path / "slow.py").write_text(slow, encoding="utf-8")  # so that one can look meanwhile
     flags = f"{SMALL} --max_steps 12 --output_dir {site.folder} --run_name live --reward_funcs {tmp_path}/slow.py:slow"
     with running(trainer(tmp_path / "log", *flags.split())) as run:
