@@ -15,29 +15,30 @@ A training step, and where to find it:
     `num_iterations` x `num_minibatches` optimizer updates of the policy loss      sections 6, 7
     push the new weights to the server; the next step samples from them            section 9
 
-Section 1 is the loop, 8 policy, reference and optimizer, 10 the evaluation, 11 what comes before the first step.
+Section 1 is the loop, 8 the policy, reference and optimizer, 10 the evaluation, 11 everything before the first step.
 
-Read train_minimal.py first: the same in a third of the lines. For an idea of your own you need not read all of this
-file: an advantage is section 5; a loss section 6, and `micro_loss` in 7, which calls it; a rollout the beginning of 3;
-an optimizer `make_optimizer`. docs/ideas.md has some that work. To take a feature out, delete its import and each line
-with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; a line before two of them "holds without".
+Read train_minimal.py first: the same algorithm in 340 lines. To try an idea you need not read this whole file. For an
+advantage read section 5; for a loss section 6, and `micro_loss` in section 7, which calls it; for a rollout the
+beginning of section 3; for an optimizer `make_optimizer`. docs/ideas.md has ideas that work. To remove a feature,
+delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`.
 
-Where it differs from the papers and from TRL, on purpose:
+Deliberate differences from the papers and from TRL:
 
-    * Each token's loss has a weight, from counts over the whole optimizer update and all ranks: the gradient does not
-      depend on how the update is cut into micro-batches or ranks.
-    * A prompt is computed once for all its completions (`--shared_prefix`): same gradient, in less time.
-    * The generator's log-probs differ a little from the trainer's: each token's loss is multiplied by their ratio, cut
-      off at 2 (`--correction token`, truncated importance sampling).
-    * No truncated sampling by default: top-k or top-p would bias the importance ratio.
-    * With one update per step the ratio is 1, and the loss says nothing about progress: watch `reward`.
+    * Every token's loss is weighted by counts over the whole optimizer update and all ranks, so the gradient does not
+      depend on how the update is split into micro-batches or across ranks.
+    * A prompt is computed once for all its completions (`--shared_prefix`): the same gradient in less time.
+    * The generator's log-probs differ slightly from the trainer's. Each token's loss is multiplied by their ratio,
+      capped at 2 (`--correction token`, truncated importance sampling).
+    * Sampling is not truncated by default: top-k or top-p would bias the importance ratio.
+    * With one update per step the ratio is 1 and the loss says nothing about progress: watch `reward`.
 
-In comments: B completions of this rank's share of a step, T tokens of the longest prompt + completion, N sampled
-tokens, V vocabulary. Batch (batch.py) has, among others, `loss_mask` [B, T], 1 on sampled tokens; `advantages` [B, T];
-`groups` [B], the same number for the completions of one prompt, which are adjacent; `reward_components` [B, functions],
-what each of --reward_funcs gave; `scores` [B], their sums by --reward_weights, and `shaped_scores` [B], what section 5
-makes of those. In losses and forward passes a row may be a part of a completion: an agent that begins a new context
-makes several of them (`split_restarts`). `cfg.of(row)` is the config of a data row's domain: cfg, without --domains.
+Shapes: B completions (this rank's share of a step), T tokens of the longest prompt + completion, N sampled tokens, V
+vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
+`advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
+[B, functions] is what each function of --reward_funcs returned, `scores` [B] their sum weighted by --reward_weights,
+`shaped_scores` [B] the scores after `shape_rewards` (section 5). In forward passes and losses a row may be part of a
+completion: one whose context starts anew, as an agent's may, becomes several rows (`split_restarts`). With --domains
+`cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
@@ -117,33 +118,33 @@ from startup.setup import first_push, settled
 
 @dataclass
 class Run:
-    """What a run works with, the same things from its first step to its last. `start` (section 11) makes one."""
+    """The objects that live from a run's first step to its last. `start` (section 11) makes them."""
 
     rows: Sequence[dict]  # of the training set
     held_out: list[dict]
     reward_functions: dict[str, Callable]
-    processor: object  # the tokenizer; of a model that takes images the processor, which has one
-    sampler: "PromptSampler | None"  # None where nothing is trained (--eval_only)
-    generator: object  # samples: vLLM servers, or a copy of the model in this process
-    policy: nn.Module  # a Policy (section 8), wrapped by DDP or FSDP; unwrapped(policy) is the Policy itself
+    processor: object  # the tokenizer, or the processor of a model that takes images
+    sampler: "PromptSampler | None"  # None with --eval_only
+    generator: object  # samples completions: a client of vLLM servers, or a copy of the model in this process
+    policy: nn.Module  # a Policy (section 8) wrapped by DDP or FSDP; unwrapped(policy) is the Policy itself
     optimizer: torch.optim.Optimizer
-    modules: dict[str, tuple]  # what a checkpoint keeps, by name: (module, its optimizer or None)
+    modules: dict[str, tuple]  # name -> (module, its optimizer or None): what a checkpoint saves
     device: torch.device
     run_dir: Path
-    log: RunLog | None  # on rank 0
-    first: int  # steps done before: above 0 in a resumed run
-    state: dict  # numbers that checkpoints keep
-    memory: dict  # of `after_rollout` and the prompt sampler; checkpoints keep it
+    log: RunLog | None  # None except on rank 0
+    first: int  # steps done before this process started: above 0 in a resumed run
+    state: dict  # numbers saved in checkpoints
+    memory: dict  # shared by `after_rollout` and the prompt sampler, saved in checkpoints
     reference: nn.Module | None = None
     teacher: nn.Module | None = None
     critic: object | None = None  # train_ppo.py
-    size: tuple | None = None  # of the model, where GPUs are measured
+    size: tuple | None = None  # the model's, to compute TFLOP/s on GPUs
 
 
 def train(
     cfg: TrainConfig, make_critic: Callable | None = None, make_collector: "type[Collector] | None" = None
 ) -> dict:
-    """The loop. Returns the metrics of the last evaluation (empty without one). make_critic: (cfg, device) -> an object
+    """The training loop. Returns the metrics of the last evaluation, or {}. make_critic: (cfg, device) -> an object
     with `module`, `optimizer` and `learn` (train_ppo.py); make_collector: a kind of Collector (train_async.py)."""
     make_collector = make_collector or Collector
     make_collector.check(cfg)
@@ -151,7 +152,7 @@ def train(
     collector = make_collector(run, cfg)
     policy, generator, state = run.policy, run.generator, run.state
     pad_id = getattr(run.processor, "tokenizer", run.processor).pad_token_id or 0
-    pushed = run.first  # version of the generator's weights: the training steps that made them
+    pushed = run.first  # version of the generator's weights: the number of training steps behind them
     collector.pushed(pushed, cfg)
     last_eval = evaluate(run, cfg, run.first) if cfg.eval_only or (cfg.eval_steps and run.first == 0) else {}
 
@@ -160,24 +161,24 @@ def train(
         evaluates = bool(cfg.eval_steps) and ((step + 1) % cfg.eval_steps == 0 or last)
         saves = (bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0) or last
         logs = (step + 1) % cfg.log_steps == 0 or last
-        learns = not run.critic or step >= cfg.critic_warmup  # a new critic learns alone at first
+        learns = not run.critic or step >= cfg.critic_warmup  # a new critic is trained alone at first
         metrics: dict[str, float] = {"beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "policy_lag": step - pushed}
         with clock(metrics, "step"):
-            # What reward functions are told of the run, as in TRL.
+            # For reward functions, as in TRL.
             TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(run.rows)
             seed_generator(generator, cfg, step)
             trajectories, collected = collector.take(step, pushed, cfg)
-            colocate.trainers_turn(run, cfg)  # with --colocate the server sleeps from here to the push
+            colocate.trainers_turn(run, cfg)  # with --colocate the server sleeps until the push
             metrics |= rollout_metrics(trajectories, cfg) | collected
             returned = after_rollout(trajectories, run.memory, step, cfg)
-            trajectories, numbers = checks.with_numbers(returned, trajectories)  # sorted by group; numbers to log
-            added = counts_by_origin(trajectories)  # those that after_rollout added
+            trajectories, numbers = checks.with_numbers(returned, trajectories)  # sorted by group
+            added = counts_by_origin(trajectories)  # trajectories that after_rollout added
             metrics |= numbers | added
 
             batch = collate(trajectories, pad_id, run.device, torch.distributed.get_rank(), step)
-            # Losses divide the logits by the temperature at which the step was sampled.
+            # The policy divides its logits by the temperature that the step was sampled with.
             step_cfg = replace(cfg, temperature=settings_at(step, cfg).temperature)
-            metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)  # nothing without one
+            metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)  # {} without a teacher
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, step_cfg)
             metrics |= shape_rewards(batch, cfg, state["score_moments"])
@@ -185,7 +186,7 @@ def train(
             metrics |= add_advantages(batch, cfg)
             metrics |= checks.metrics_of(leave_out(batch, trajectories, cfg) or {}, batch)
             if logs and learns and cfg.log_completions:
-                start_record(batch)  # of each token's log-prob, entropy and weight in the loss, for the run's folder
+                start_record(batch)  # each token's log-prob, entropy and weight in the loss go to the run's folder
             with clock(metrics, "update"):
                 metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
             metrics |= router_replay.metrics(unwrapped(policy).routing, batch)
@@ -194,7 +195,7 @@ def train(
 
             with clock(metrics, "push"):
                 colocate.servers_turn(run, cfg)
-                # Before a checkpoint, too: a resumed run pushes the weights it has loaded and samples from those.
+                # Also before a checkpoint: a resumed run pushes the weights it has loaded, and samples from those.
                 if (step + 1) % cfg.push_steps == 0 or evaluates or saves:
                     pushed = step + 1
                     push_weights(policy, generator, pushed, cfg.push_bucket_mb)
@@ -203,8 +204,8 @@ def train(
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
         if step == run.first:
-            checkpoints.kept(run.memory)  # what no checkpoint can keep is said now
-        metrics["num_tokens"] += state["num_tokens"]  # of all steps so far
+            checkpoints.kept(run.memory)  # warns at once of values that no checkpoint can save
+        metrics["num_tokens"] += state["num_tokens"]  # this step's (rollout_metrics) and all before it
         state |= {"num_tokens": metrics["num_tokens"], "beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if logs:
             completions = utils.gather_lists(step_rows(trajectories, batch))
@@ -226,33 +227,33 @@ def train(
 
 
 def format_row(row: dict) -> dict:
-    """Edit me: a row of your data set, of either split -> a dict with `prompt` (string or chat messages) and whatever
-    rewards need. It returns a row in any case: to leave some out, give a function of rows as --dataset_id."""
+    """Edit me: a row of your data set, from either split -> a dict with `prompt` (a string or chat messages) and the
+    columns that rewards need. To drop rows, pass a function that returns rows as --dataset_id instead."""
     return row
 
 
 class PromptSampler:
-    """Which rows a step takes: each once an epoch, in an order made from (seed, epoch). Ranks take contiguous shares of
-    one order (data.Order).
+    """Chooses the rows of each step: every row once per epoch, shuffled by (seed, epoch). Each rank takes its share of
+    the step.
 
-    Edit me: `next` may return any `share` row numbers, for example those that a column of `rows` or `memory` says are
-    hard; a row may come twice. `memory` is this rank's; `after_rollout` (section 3) can fill it.
+    Edit me: `next` may return any `share` row numbers, even repeated ones: those that a column of `rows` marks as hard,
+    say, or that `memory` does, this rank's dict, which `after_rollout` (section 3) can fill.
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
         data.check_step_size(num_rows, prompts_per_step, world_size)
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
-        self.rank, self.share, self.rows = rank, prompts_per_step // world_size, ()  # the data rows, set at start
+        self.rank, self.share, self.rows = rank, prompts_per_step // world_size, ()  # `start` sets rows
         self.memory = {} if memory is None else memory
-        self.order = data.Order([num_rows], [1], prompts_per_step, seed)  # of one data set; `start` sets that of all
+        self.order = data.Order([num_rows], [1], prompts_per_step, seed)  # `start` sets that of all domains
 
     def next(self, step: int) -> list[int]:
-        """This rank's row numbers of a training step (from 0): prompts_per_step / world_size distinct ones."""
+        """This rank's row numbers for a training step, counted from 0."""
         return self.order.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
     def extra(self, step: int, count: int) -> list[int]:
-        """`count` random rows that may replace those of `next`: entry i is of the domain of next(step)[i % share]. They
-        may be in the step already."""
+        """`count` random rows to replace rows of `next`. Entry i has the domain of next(step)[i % share], and may be in
+        the step already."""
         random = np.random.default_rng([self.seed, step, self.rank, 0xD1CE])  # another stream than the order's
         return self.order.extra(random, self.next(step), count).tolist()
 
@@ -261,18 +262,18 @@ class PromptSampler:
 
 # From a step to its tokens:
 #
-#     Collector.take          draws a step's prompts; train_async.py has another, which does so ahead of the trainer
-#     sample_rows             all of them at the same time; further ones in place of those without signal
-#     rollout                 one prompt's completions, and their scores as soon as they are there
-#     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or one of yours:
+#     Collector.take          chooses the prompts of a step (train_async.py has a collector that works ahead)
+#     sample_rows             all prompts concurrently; others replace those without signal
+#     rollout                 the completions of one prompt, each scored as soon as it is there
+#     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or your own:
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
-# To write one, copy `single_turn` (rollouts.py), or for two turns and more "A question asked again" in docs/ideas.md,
-# and enter it: ROLLOUTS["mine"] = mine. As an environment (--env) two turns are eight lines.
+# To write your own, copy `single_turn` (rollouts.py), or for several turns "A question asked again" in docs/ideas.md,
+# and register it: ROLLOUTS["mine"] = mine. An environment (--env) for two turns takes eight lines.
 
 
 class Collector:
-    """Samples each step when the loop asks for it. train_async.py has one that works ahead."""
+    """Samples each step when the loop asks for it."""
 
     @staticmethod
     def check(cfg: TrainConfig) -> None:
@@ -282,14 +283,14 @@ class Collector:
         self.run = run
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
-        """Called after each push, of the weights after `version` training steps; there is nothing to do here."""
+        """Called after each push. version: the training steps behind the pushed weights."""
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
-        """This rank's trajectories of a step, and metrics. version: of the weights that sample."""
+        """This rank's trajectories of a step, and metrics. version: of the generator's weights."""
         run, begun = self.run, time.perf_counter()
         first = list(run.sampler.next(step))
         further = run.sampler.extra(step, cfg.resample_rounds * len(first))
-        versions = range(version, version + 1)  # all tokens must be sampled by these weights
+        versions = range(version, version + 1)  # every token must come from these weights
         work = sample_rows(run.rows, first, further, run.generator, run.reward_functions, cfg, versions, step)
         groups, counts = asyncio.run(work)
         sampled, scored = last_token(groups), time.perf_counter()
@@ -303,21 +304,20 @@ class Collector:
 async def sample_rows(
     rows: Sequence[dict], first: list[int], further: list[int], generator, reward_functions: dict, cfg, versions, step=0
 ) -> tuple[list[list[Trajectory]], dict]:
-    """A group of completions, sampled and scored, for each row number of `first`, all at the same time; and counts.
+    """One group of scored completions for each row number in `first`, all sampled concurrently; and counts.
 
-    A row whose prompt is too long is replaced, and with --dynamic_sampling (DAPO, 2503.14476 sec. 3.2) one whose group
-    teaches nothing, by those drawn for its place: further[place], further[place + len(first)], ... When they are used
-    up the last one stays. A group that is merely slow is not replaced, or short completions would be preferred. Nothing
-    here talks to other ranks: train_async.py runs it in the background.
+    A row is replaced if its prompt is too long and, with --dynamic_sampling (DAPO, 2503.14476 sec. 3.2), if its group
+    teaches nothing. Its replacements are further[place], further[place + len(first)], ...; if none is better the last
+    one stays. A slow group is never replaced, as that would favour short completions. Nothing here talks to other
+    ranks: train_async.py runs it in the background.
     """
 
-    async def sample(
-        number: int,
-    ) -> tuple[list[Trajectory], bool]:  # a group; silent: it teaches nothing
+    async def sample(number: int) -> tuple[list[Trajectory], bool]:
+        """The group, and whether it should be replaced."""
         row = rows[number]
-        settings = settings_at(step, rollouts.sampled_by(row, cfg))  # its domain's; its own number of completions
+        settings = settings_at(step, rollouts.sampled_by(row, cfg))  # for the row's domain and number of completions
         calls = [rollout(row, generator, reward_functions, settings, versions)]
-        if "baselines" in needs(cfg):  # the advantage asks (end of section 5) for the score of a greedy completion
+        if "baselines" in needs(cfg):  # the advantage (end of section 5) compares with a greedy completion
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
             calls.append(rollout(row, generator, reward_functions, greedy, versions))
         group, *greedy_groups = await asyncio.gather(*calls)
@@ -328,29 +328,29 @@ async def sample_rows(
         silent = cfg.dynamic_sampling and not has_signal(group, settings)
         return group, silent or rollouts.cannot_be_shown(group, number)
 
-    async def at(place: int) -> tuple[list[Trajectory], bool, int]:  # and how many were replaced
+    async def sample_place(place: int) -> tuple[list[Trajectory], bool, int]:
+        """The group that stays, whether it is silent all the same, and how many groups it replaced."""
         (group, silent), replaced = await sample(first[place]), 0
         for number in further[place :: len(first)]:
             if silent:
                 (group, silent), replaced = await sample(number), replaced + 1
         return group, silent, replaced
 
-    groups, silent, replaced = zip(*await asyncio.gather(*map(at, range(len(first)))), strict=True)
+    groups, silent, replaced = zip(*await asyncio.gather(*map(sample_place, range(len(first)))), strict=True)
     return [*groups], {"resampled": sum(replaced), "silent": sum(silent)}
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
-    """Edit me: what a step is sampled and scored with, where that changes by step: replace(cfg, temperature=...), or
-    max_completion_length. Evaluations and losses do not see it; only its temperature holds for the policy, too."""
+    """Edit me: a schedule for sampling and scoring, such as replace(cfg, temperature=...) or max_completion_length. The
+    policy uses its temperature, too; losses and evaluations do not see it."""
     return cfg
 
 
 async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig, versions=None) -> list[Trajectory]:
-    """A row's trajectories, sampled and scored: cfg.num_generations (unless the rollout says `any_number`), with those
-    that failed (info["failure"]). Their `group` is 0 until `collect` numbers the groups of a step. cfg.purpose is
-    "train", "eval" or "baseline".
+    """Samples and scores one row: cfg.num_generations trajectories (or as many as a rollout with `any_number` returns),
+    failed ones included (info["failure"]). Their `group` is 0 until `collect` numbers the groups of a step.
 
-    versions: a range, of the weights that may have sampled the tokens; None: not checked.
+    cfg.purpose: "train", "eval" or "baseline". versions: a range of the weights that may have sampled the tokens.
     """
     functions = own_functions(reward_functions, cfg)
 
@@ -360,9 +360,9 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         played = [t for t in trajectories if "failure" not in t.info]
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
-        scoring = asyncio.ensure_future(score(played, functions, call_cfg))  # adds to token_rewards, fills info
-        work = [scoring]  # holds without the next line
-        work.append(teachers.tell(played, generator, call_cfg, scoring))  # waits for it, if it needs scores
+        scoring = asyncio.ensure_future(score(played, functions, call_cfg))  # fills in token_rewards and info
+        work = [scoring]  # enough without the next line
+        work.append(teachers.tell(played, generator, call_cfg, scoring))  # waits for the scores if it needs them
         try:
             await asyncio.gather(*work)
         except RewardError as error:
@@ -371,60 +371,60 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
             trajectory.info["sampled_at"] = sampled_at
         return trajectories
 
-    # One call for the whole group; or one for each of its completions, scored as it ends, if the rollout and every
-    # reward function say `per_trajectory`.
+    # One call for the whole group, or one for each completion, which is then scored as soon as it ends, if the rollout
+    # and every reward function declare `per_trajectory`.
     parts = await asyncio.gather(*map(sample_and_score, rollouts.settings_of_calls(cfg, functions)))
     return list(chain(*parts))
 
 
 def last_token(groups: list[list[Trajectory]]) -> float:
-    """When the last token was sampled, by time.perf_counter()."""
+    """The time.perf_counter() at which the last token was sampled."""
     return max(trajectory.info["sampled_at"] for group in groups for trajectory in group)
 
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
-    """Edit me: whether there is anything to learn from a group (--dynamic_sampling): its scores, sums by
-    --reward_weights, differ, and their mean lies in the window. Where a teacher is all that counts there is."""
-    if cfg.has_teacher and not rewards_count(cfg):
+    """Edit me: whether a group teaches anything (--dynamic_sampling): its weighted scores differ, and their mean is
+    within --group_mean_bounds."""
+    if cfg.has_teacher and not rewards_count(cfg):  # a teacher alone teaches: it always does
         return any("failure" not in t.info for t in group)
-    known = known_scores(group)
-    if not known:
+    scores = known_scores(group)
+    if not scores:
         return False
-    mean = fmean(known)
-    # A single completion that was asked for has signal, a single survivor of several has none.
-    differs = len(group) == 1 or (len(known) > 1 and stdev(known) > 1e-6 * max(abs(mean), 1))
+    mean = fmean(scores)
+    # A group of one completion may have signal; the only survivor of a larger group has nothing to be compared with.
+    differs = len(group) == 1 or (len(scores) > 1 and stdev(scores) > 1e-6 * max(abs(mean), 1))
     low, high = cfg.group_mean_bounds
     return differs and low <= mean <= high
 
 
 def collect(rows: Sequence[dict], groups: list, counts: dict, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
-    """What `sample_rows` returned -> this rank's trajectories of the step, without those that failed, or have no score
-    where others of their group do; and metrics. Ranks exchange groups so that none has many more tokens than others."""
-    utils.wait_for_ranks(cfg.dist_timeout)  # they finish sampling at different times
+    """What `sample_rows` returned -> this rank's trajectories of the step, and metrics. Trajectories that failed are
+    dropped, and unscored ones if others of their group have a score. Ranks exchange groups to balance their tokens."""
+    utils.wait_for_ranks(cfg.dist_timeout)  # ranks finish sampling at different times
     played = [group for group in without_failed(groups) if group]
-    kept = without_unscored(played)
+    scored = without_unscored(played)
     if cfg.dynamic_sampling:
         numbers = {f"dynamic_sampling/{name}": n for name, n in counts.items()}
     else:
         numbers = {"rollout/rows_left_out": counts["resampled"]}
-    numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, kept))
+    numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, scored))
     metrics = check_failed(groups, cfg, numbers)
-    groups, moved = balanced(kept)
+    groups, balance_metrics = balanced(scored)
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
-    # A rank that is left with nothing gets a trajectory without a sampled token: a stand-in, which counts for nothing.
-    return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | moved
+    # A rank left with nothing gets a trajectory without sampled tokens: a stand-in, which counts for nothing.
+    return sum(groups, []) or [empty_trajectory(rows[0], cfg)], metrics | balance_metrics
 
 
 def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: TrainConfig) -> list[Trajectory]:
-    """Edit me: look at what a step has sampled, and change what it learns from. Returns this rank's trajectories, at
-    least one; or (trajectories, {name: numbers to log}).
+    """Edit me: look at what a step sampled, and change what it learns from. Returns this rank's trajectories, one or
+    more; or (trajectories, {name: numbers to log}).
 
-    `memory` is a dict of yours, on each rank, that checkpoints keep; the prompt sampler sees it, too. A trajectory has
-    its row, its number among the rows in use, t.info["row_number"] (-1: a placeholder, as all of this rank's failed),
-    and its score, sum(t.token_rewards). Groups have moved between ranks by now: what a sampler is to know of its rows
-    goes through utils.gather_objects. docs/ideas.md adds remembered trajectories and demonstrations.
+    `memory` is this rank's dict, which checkpoints save and the prompt sampler sees. A trajectory has its data row
+    (t.row), the row's number (t.info["row_number"], -1 in a stand-in) and its score, sum(t.token_rewards). Groups have
+    moved between ranks by now: use utils.gather_objects for what a sampler should know about its rows. docs/ideas.md
+    adds replayed trajectories and demonstrations here.
     """
     return trajectories
 
@@ -433,48 +433,49 @@ def after_rollout(trajectories: list[Trajectory], memory: dict, step: int, cfg: 
 
 
 def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, cfg: TrainConfig) -> None:
-    """Those that are needed before the first update. With one update a step, and nothing that reads old log-probs, the
-    ratio is 1 by construction, and no forward pass is made."""
-    asked = needs(cfg)
+    """Fills in the log-probs that are needed before the first update. With one update per step and nothing that reads
+    them, the ratio is 1 by construction and the policy makes no extra forward pass."""
+    needed = needs(cfg)
     ratio_moves = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
-    of_policy = asked & {"old_logprobs", "entropy", "sum_pi_squared"} or cfg.kl_in_reward
-    if ratio_moves or of_policy or cfg.top_entropy_quantile < 1:
+    read = bool(needed & {"old_logprobs", "entropy", "sum_pi_squared"}) or cfg.kl_in_reward
+    if ratio_moves or read or cfg.top_entropy_quantile < 1:
         batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
-    elif cfg.beta > 0 or "ref_logprobs" in asked:
-        seen = replace(batch, routed_experts=None)  # the reference chooses its experts itself
+    elif cfg.beta > 0 or "ref_logprobs" in needed:
+        unrouted = replace(batch, routed_experts=None)  # the reference chooses its experts itself
         with unwrapped(policy).model.disable_adapter():  # LoRA: without its adapters the policy is the reference
-            batch.ref_logprobs = all_logprobs(policy, seen, cfg)[0]
+            batch.ref_logprobs = all_logprobs(policy, unrouted, cfg)[0]
 
 
 @torch.no_grad()
 def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
     """`compute_logprobs` of the whole batch, without gradient, micro-batch by micro-batch.  [B, T] each
 
-    The policy stays in train mode, as in updates: `to_train` has set every dropout to 0.
+    The policy stays in train mode, as in updates; `to_train` has set every dropout to 0.
     """
-    contexts, out = split_restarts(batch), []  # a row for each context of a completion; usually the same batch
-    # Numbers of rows of `contexts`; [] where other ranks have more passes: select([]) is row 0 with a mask of 0.
+    contexts, outputs = split_restarts(batch), []  # one row per context of a completion; usually the same batch
+    # Lists of row numbers. An empty one, where other ranks have more passes, computes row 0 with a mask of 0.
     for rows in micro_batches(contexts, cfg):
         parts = compute_logprobs(policy, contexts.select(rows), cfg)
-        out = out or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
-        for whole, values in zip(out, parts if rows else (), strict=False):
-            whole[rows, : values.shape[1]] = values
-    return tuple(merge_restarts(values, contexts, batch) for values in out)
+        outputs = outputs or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
+        for output, part in zip(outputs, parts, strict=True):
+            if rows:
+                output[rows, : part.shape[1]] = part
+    return tuple(merge_restarts(output, contexts, batch) for output in outputs)
 
 
 def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
-    """Log-probs of the sampled tokens; entropy and sum of squared probabilities at their places; in training with
-    --router_aux_coef the pass's balancing loss; 0 elsewhere. With gradient (the entropy only if something in the loss
-    reads it).  [B, T] each
+    """Log-prob of each sampled token; entropy and sum of squared probabilities of the distribution it comes from; in
+    training with --router_aux_coef also the pass's balancing loss. 0 elsewhere. Log-probs have a gradient, the entropy
+    only if the loss reads it.  [B, T] each
 
-    Sets batch.top_logprobs [B, T, k] where a teacher has named its k likeliest tokens.
+    Sets batch.top_logprobs [B, T, k] if a teacher has named its k likeliest tokens (batch.teacher_top).
     """
-    where = batch.loss_mask.nonzero(as_tuple=True)  # the N sampled tokens
-    # inputs: the model's, [R, L]: completions a and b of a prompt p make one row, p p a a a b b. For each sampled token
-    # the place of `inputs` that predicts it, row and column [N] each, and the token [N]; with batch.teacher_top beside
-    # it those that a teacher finds likeliest there, [N, 1 + k].
+    where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns of the N sampled tokens
+    # inputs: of the model, [R, L]. Completions a and b of a prompt p share one row: p p a a a b b. at_rows, at_columns
+    # [N]: the position in `inputs` that predicts each sampled token. targets [N]: the token, or [N, 1 + k] with the k
+    # that the teacher finds likeliest in its place.
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
 
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
@@ -488,20 +489,20 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 
 # ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], numbers to log) =============================================
 
-# batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index look
-# at this rank alone; whiten and normalize take all ranks together, so every rank has to call them.
+# batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index need
+# this rank alone; whiten and normalize work over all ranks, so every rank has to call them.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """(s - group mean) / (std + 1e-6), std as --scale_rewards says.  DeepSeekMath (2402.03300) sec. 4.1.2.  [B, T]"""
+    """(s - group mean) / (std + 1e-6), the std chosen by --scale_rewards.  2402.03300 sec. 4.1.2.  [B, T]"""
     scores, groups = batch.shaped_scores, batch.groups
     mean, std = group_mean(scores, groups), torch.zeros_like(scores)  # [B] each
     if cfg.scale_rewards == "group":
         std = group_std(scores, groups)
-    if cfg.scale_rewards == "batch":  # of all ranks: a rank's own would change the algorithm with their number
-        _, _, of_all = utils.global_moments(scores)  # count, mean, std
-        std = std + of_all
-    scale = torch.where(differ(std, mean), std + 1e-6, 1.0)  # a std that is rounding alone divides nothing
+    if cfg.scale_rewards == "batch":  # over all ranks, or the algorithm would depend on their number
+        _, _, global_std = utils.global_moments(scores)  # count, mean, std
+        std = std + global_std
+    scale = torch.where(differ(std, mean), std + 1e-6, 1.0)  # equal scores: do not divide by a rounding error
     return spread(((scores - mean) / scale).to(scores.dtype), batch.loss_mask)
 
 
@@ -516,9 +517,9 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
-    """--reward_mean, --reward_std and --kl_in_reward: changes batch.rewards, whose sums are batch.shaped_scores;
-    batch.scores stay as they were given. moments: of all scores so far, for `normalised`; checkpoints keep them."""
-    batch.given_scores = row_sum(batch.rewards)  # what batch.scores stay
+    """Applies --reward_mean, --reward_std and --kl_in_reward to batch.rewards, whose row sums are batch.shaped_scores.
+    moments: statistics of all scores so far, updated here and saved in checkpoints."""
+    batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns from now on
     batch.rewards = normalised(batch, cfg, moments)
     if not cfg.kl_in_reward:
         return {}
@@ -532,7 +533,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    # Without --domains this happens once, and part is the batch.
+    # Without --domains there is one part, the whole batch.
     for domain_cfg, rows, part in by_domain(batch, cfg):
         advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
         batch.advantages = placed(advantages.to(batch.rewards.dtype), rows, batch.advantages)
@@ -541,48 +542,50 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
-    """Edit me: which completions and tokens are not learned from. A completion leaves loss_mask, so that it counts in
-    no mean of the loss; it has counted in the mean and std of its group. Returns {name: numbers to log}."""
-    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as `has_signal` has them
-    mean = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
-    window = [cfg.of(t.row).group_mean_bounds for t in trajectories]
-    keep = torch.tensor([low <= m <= high for m, (low, high) in zip(mean, window, strict=True)])  # not too hard or easy
+    """Edit me: excludes completions and tokens from the loss. A completion is removed from loss_mask, so no mean of the
+    loss counts it; the mean and std of its group did. Returns {name: numbers to log}."""
+    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as in `has_signal`
+    means = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
+    bounds = [cfg.of(t.row).group_mean_bounds for t in trajectories]
+    keep = torch.tensor(
+        [low <= m <= high for m, (low, high) in zip(means, bounds, strict=True)]
+    )  # neither hard nor easy
     keep &= torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
-    # A filter of yours goes here: keep &= ...  [B], bool, on the CPU
+    # Your filter goes here: keep &= ...  [B], bool, on the CPU
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
     batch.advantages = batch.advantages * batch.loss_mask
-    if cfg.top_entropy_quantile < 1:  # these tokens lose their advantage alone
+    if cfg.top_entropy_quantile < 1:  # the other tokens stay in the means, with advantage 0
         batch.advantages = batch.advantages * largest(batch.entropy, batch.loss_mask, cfg.top_entropy_quantile)
     return {}
 
 
-# What the loop has to know of an advantage, a policy loss, a KL estimator or `own_term`, the function says as an
-# attribute (and docs/ideas.md shows):
+# An advantage, a policy loss, a KL estimator or `own_term` tells the loop what it needs by attributes (examples:
+# docs/ideas.md):
 #
-#     mine.needs = ("entropy",)     what it reads of Batch that is computed on demand: ref_logprobs, entropy,
-#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top; old_logprobs (a loss has
-#                                   them in any case); current_logprobs, from before each update, for `prepare`, which
-#                                   then finds old_logprobs as the loss does
-#     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: what takes whole groups or all ranks.
-#                                   The loss, called for each micro-batch, finds its part as batch.extras[name]
-#     mine.check = function         (cfg) -> why it cannot work with these settings, or None
-#     mine.compares_group = False   an advantage that works with one completion a prompt
+#     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
+#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top; old_logprobs (which a loss
+#                                   always has); current_logprobs, taken before each update, for `prepare`, which then
+#                                   sees the old_logprobs that the loss will see
+#     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
+#                                   or all ranks. A loss, which gets micro-batches, reads its rows of batch.extras[name]
+#     mine.check = function         (cfg) -> why it does not work with these settings, or None
+#     mine.compares_group = False   an advantage that works with one completion per prompt
 
 
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
-# A loss is called for each micro-batch. What it returns for prompts and padding does not matter. A statistic is logged
-# as its mean over the tokens that are learned from, one of [B] over rows, one whose name ends in _max as the maximum.
-# Of a row's tokens row_mean makes [B, 1], row_sum [B].
+# A loss is called for each micro-batch; what it returns for prompts and padding is ignored. A statistic is logged
+# as a mean over tokens ([B, T] or [B, 1]) or over rows ([B]); as the maximum if its name ends in _max. row_mean returns
+# [B, 1], row_sum [B].
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r the importance ratio of each token (1707.06347 eq. 7).
-    --dual_clip c bounds it by -A c where A < 0 (1912.09729 eq. 5): no gradient where that binds.  [B, T]"""
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), where r is each token's importance ratio (1707.06347 eq. 7).
+    --dual_clip c: at most -c A where A < 0 (1912.09729 eq. 5).  [B, T]"""
     advantages, ratio = batch.advantages, log_ratio(logprobs, batch).exp()  # [B, T] each; 1 at the first update
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon_high)
     loss = torch.max(-advantages * ratio, -advantages * clipped)
-    low = (ratio < 1 - cfg.epsilon) & (advantages < 0)  # the clip binds only where it makes the loss larger
+    low = (ratio < 1 - cfg.epsilon) & (advantages < 0)  # the clip only binds where it raises the loss
     high = (ratio > 1 + cfg.epsilon_high) & (advantages > 0)
     if cfg.dual_clip is not None:
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * cfg.dual_clip), loss)
@@ -599,7 +602,7 @@ def reinforce(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor,
     return -batch.advantages * logprobs, {}
 
 
-reinforce.check = has_no_ratio  # refuses --old_logprobs sampler: there is no ratio to put them into
+reinforce.check = has_no_ratio  # refuses --old_logprobs sampler, which corrects the ratio
 
 POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, dict]]] = {
     "ppo": ppo, "gspo": gspo, "reinforce": reinforce, "gpg": reinforce, **MORE_LOSSES,
@@ -617,48 +620,48 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def own_term(logprobs: Tensor, entropy: Tensor | None, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
-    """Edit me: a term beside the policy loss, such as likelihood of good completions in the first steps.
+    """Edit me: a term added to the policy loss, such as the likelihood of good completions in the first steps.
 
-    Gets log-probs [B, T] of the sampled tokens with gradient, and the micro-batch, with the data rows (part.rows) and
-    the step (part.step). With `own_term.entropy_gradient = True` below it, entropy [B, T] with gradient, which costs
-    memory; else None. Returns the loss per token [B, T] (or None), weighted as the policy loss is, and statistics; with
-    `own_term.weights = "sum"` a term that is added up as it is.
+    logprobs [B, T]: of the sampled tokens, with gradient. entropy [B, T]: None, or with gradient, which costs memory,
+    if you set `own_term.entropy_gradient = True` below. part: the micro-batch; part.rows are its data rows, part.step
+    is the step. Returns a loss per token [B, T], or None, and statistics. It is weighted like the policy loss, or
+    simply summed if you set `own_term.weights = "sum"`.
     """
     return None, {}
 
 
 def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, max_tokens) -> Tensor:
-    """What each token's loss counts for: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
+    """The weight of each token: loss = (weights * per_token_loss).sum().  [B, T] -> [B, T]
 
-    Counts are of the *whole* optimizer update over all ranks, so that the gradient cannot depend on how the update is
-    cut. num_tokens: loss tokens ("prompt_mean": [B, 1], those of the row's prompt); num_sequences: completions with a
-    loss token ("constant": all completions, "prompt_mean": prompts); max_tokens: the constant of Dr. GRPO, the longest
-    completion allowed.
+    All counts are over the *whole* optimizer update and all ranks, so the gradient cannot depend on how it is split.
+    num_tokens: loss tokens ("prompt_mean": [B, 1], those of the row's prompt). num_sequences: completions with a loss
+    token ("constant": all completions; "prompt_mean": prompts). max_tokens: Dr. GRPO's constant, the longest completion
+    allowed.
     """
-    if mode == "token_mean":  # every token alike (DAPO, 2503.14476 eq. 8)
+    if mode == "token_mean":  # all tokens count equally (DAPO, 2503.14476 eq. 8)
         return loss_mask / max(num_tokens, 1)
-    if mode == "seq_mean":  # every completion alike (GRPO, 2402.03300 eq. 3)
+    if mode == "seq_mean":  # all completions count equally (GRPO, 2402.03300 eq. 3)
         return loss_mask / loss_mask.sum(1, keepdim=True).clamp(min=1) / max(num_sequences, 1)
     if mode == "seq_sum":
         return loss_mask / max(num_sequences, 1)
-    if mode == "prompt_mean":  # every prompt alike, in it every token
+    if mode == "prompt_mean":  # all prompts count equally, and all tokens of a prompt
         return loss_mask / num_tokens.clamp(min=1) / max(num_sequences, 1)
-    if mode == "constant":  # no length in it at all (Dr. GRPO, 2503.20783 sec. 3.1)
+    if mode == "constant":  # independent of lengths (Dr. GRPO, 2503.20783 sec. 3.1)
         return loss_mask / (max(num_sequences, 1) * max_tokens)
-    raise ValueError(f"loss_agg {mode!r}: known are token_mean, seq_mean, seq_sum, prompt_mean, constant")
+    raise ValueError(f"loss_agg {mode!r}: choose token_mean, seq_mean, seq_sum, prompt_mean or constant")
 
 
 # ==== 7 update =======================================================================================================
 
 
 def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: int, loss_of=None) -> dict:
-    """num_iterations passes of num_minibatches optimizer updates. Returns metrics, the same on every rank. loss_of:
-    another loss than `micro_loss`, a critic's (train_ppo.py)."""
+    """num_iterations passes over the batch, num_minibatches optimizer updates each. Returns metrics, equal on all
+    ranks. loss_of: replaces `micro_loss` (train_ppo.py's critic)."""
     norms, sums = [], defaultdict(float)
-    parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)  # the same ones in every pass
+    parts = [batch] if cfg.num_minibatches == 1 else minibatches(batch, cfg)  # the same in every pass
     updates_done = step * cfg.num_iterations * cfg.num_minibatches
     for part in parts * cfg.num_iterations:
-        policy.zero_grad()  # all of it: the optimizer knows only what is in its groups, and the clip takes all
+        policy.zero_grad()  # also parameters in no group of the optimizer, since clipping sees all gradients
         accumulate_gradients(policy, part, cfg, loss_of, sums)
         check_optimizer(optimizer, policy)
         norms.append(clip_gradients(policy, cfg.max_grad_norm))
@@ -681,54 +684,54 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
 
 
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None, sums=None) -> dict:
-    """Gradient of one optimizer update, however it is cut into micro-batches and ranks: counts are global and taken
-    before the loop. Returns `sums`, to which this rank's are added, a scalar each: "loss", "tokens" and statistics.
+    """The gradient of one optimizer update, the same however it is split into micro-batches and across ranks: all
+    counts are global and taken before the loop. Returns this rank's sums, a scalar each: "loss", "tokens", statistics.
 
-    Groups whose completions all scored the same have no gradient under most losses: passes of such groups alone come
-    first, and end before the model's backward pass.
+    Under most losses a group whose completions all scored the same has no gradient. Passes that contain only such
+    groups come first and skip the model's backward pass.
     """
     sums = defaultdict(float) if sums is None else sums  # kept on the GPU: .item() would wait for the backward pass
-    batch = split_restarts(prepared_for_update(policy, batch, cfg))  # a row for each context; usually a completion
-    # [B] of bool. A critic learns from every row, and has no advantages yet.
+    batch = split_restarts(prepared_for_update(policy, batch, cfg))  # one row per context; usually a completion
+    # [B], bool. A critic, which is updated before there are advantages, learns from every row.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
-    passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a row that learns come last
-    ended_early = True  # all passes so far, without the model's backward pass
+    passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
+    skipped = True  # the model's backward pass, in all passes so far and on all ranks
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
-            two_stage = TwoStageBackward(policy)  # calls it for the loss
-            with utils.in_part():  # a loss that asks for a mean over the batch in here is refused
+            two_stage = TwoStageBackward(policy)  # called by the loss in place of the policy
+            with utils.in_part():  # a loss that takes a mean over the batch in here is refused
                 loss, stats = (loss_of or micro_loss)(two_stage, part, cfg)
-            # loss.backward() in two stages: from the loss to the log-probs, which is cheap; then, if any rank has a
-            # gradient there, through the model. Ranks ask one another as long as all have ended early. DDP and FSDP
-            # average gradients, and a sum is wanted; DDP in the last backward pass, which every rank has to make.
-            ended_early = two_stage.backward(loss * utils.world_size(), may_end_early=ended_early and not last)
+            # loss.backward() in two stages: from the loss to the log-probs, which is cheap, and through the model,
+            # unless no rank has a gradient. Ranks ask one another only until one has; the last pass is never skipped,
+            # as DDP reduces gradients there. DDP and FSDP average over ranks, where a sum is wanted.
+            skipped = two_stage.backward(loss * utils.world_size(), may_skip=skipped and not last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
 
 
 def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
-    """The batch with what takes all of an update's rows: weights of tokens, what functions `prepare` (section 5)."""
+    """The batch with all that depends on the whole update: token weights, and what functions `prepare` (section 5)."""
     batch = replace(batch, extras=dict(batch.extras))
-    batch.weights, batch.update_tokens = weights_of_update(batch, cfg)  # [B, T], cut as the rest of the batch is; float
+    batch.weights, batch.update_tokens = weights_of_update(batch, cfg)  # [B, T], split like the rest of the batch
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
-    shown = batch  # to the functions that prepare something
+    seen_by_loss = batch
     if "current_logprobs" in needs(cfg):
         batch.current_logprobs = all_logprobs(policy, batch, cfg)[0]
-        shown = replace(batch, old_logprobs=pi_old(batch.current_logprobs, batch, cfg))  # as the loss will see it
+        seen_by_loss = replace(batch, old_logprobs=pi_old(batch.current_logprobs, batch, cfg))
     for function in (POLICY_LOSSES[cfg.policy_loss], own_term):
-        batch.extras |= checks.prepared(function, shown, cfg)
+        batch.extras |= checks.prepared(function, seen_by_loss, cfg)
     return batch
 
 
 def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
-    """`token_weights` of an update's rows [B, T], and its loss tokens, by counts over all ranks."""
+    """`token_weights` of an update [B, T], and its number of loss tokens over all ranks."""
     num_tokens, num_sequences = batch.loss_mask.sum(), batch.loss_mask.any(1).sum()
     if cfg.loss_agg == "constant" and not batch.stand_in:
         num_sequences = len(batch)
-    if cfg.loss_agg == "prompt_mean":  # a prompt's completions lie on one rank
+    if cfg.loss_agg == "prompt_mean":  # all completions of a prompt are on one rank
         num_sequences = len(batch.groups[batch.loss_mask.any(1)].unique())
     num_tokens, num_sequences = utils.all_sum(torch.tensor([float(num_tokens), float(num_sequences)])).tolist()
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=cfg.max_completion_length)
@@ -739,45 +742,47 @@ def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
 
 
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """This micro-batch's share of the update's loss, and statistics as per-token matrices [B, T]."""
+    """This micro-batch's share of the update's loss; and statistics, [B, T] each."""
     logprobs, entropy, _, *aux_losses = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
     if part.record is not None:
         record(part, logprobs, entropy)
-    part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # what losses and `correction` find
-    # The policy loss, times trainer / generator. `checks` says what is wrong with what a function returned.
+    part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # for the loss and `correction`
+    # The policy loss, times the ratio trainer / generator. (`checks` calls the function and explains its mistakes.)
     policy_loss, stats = checks.policy_loss(POLICY_LOSSES[cfg.policy_loss], logprobs, part, cfg)  # [B, T]
     w = correction(logprobs, part, cfg)  # [B, T]
     per_token = policy_loss * w  # [B, T]
     stats = stats | mismatch_statistics(logprobs, w, part, cfg) | {"entropy": entropy}
-    # What is weighted as the policy loss is: KL, teacher, entropy.
+    # Terms with the same weights: KL, teacher, entropy.
     if part.ref_logprobs is not None and not cfg.kl_in_reward:
         kl = checks.term(f"--kl {cfg.kl}", KL_ESTIMATORS[cfg.kl](logprobs, part.ref_logprobs), part)  # [B, T]
-        if cfg.kl_ratio:  # sampled from pi_old: with the weight pi / pi_old it is the KL of pi, and so is its gradient
+        if cfg.kl_ratio:  # tokens come from pi_old; weighted by pi / pi_old, value and gradient are those of pi
             kl = kl * log_ratio(logprobs, part).exp()
         per_token = per_token + cfg.beta * kl
         stats["kl"] = kl
     if part.top_logprobs is not None:
         distance, numbers = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
-    per_token = per_token - cfg.entropy_coef * entropy  # which has a gradient if Policy.entropy_gradient says so
+    per_token = per_token - cfg.entropy_coef * entropy  # without gradient unless Policy.entropy_gradient
     loss = (part.weights * per_token).sum()
-    # What has weights of its own.
-    own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, with its weights
+    # Terms with other weights.
+    own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, weights applied
     loss, stats = loss + own, stats | numbers
-    for aux_loss in aux_losses:  # one at most: a mean over the pass, which counts by its share of the update's tokens
+    for aux_loss in aux_losses:  # at most one: a mean over the pass, weighted by the pass's share of tokens
         loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(part.update_tokens, 1)
         stats["routing/aux_loss"] = aux_loss
     return loss, stats
 
 
 def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
-    """log pi_old, by --old_logprobs. The policy's ratio is pi / pi_old, and `correction` is pi_old / mu, mu being the
-    generator: where neither is clipped their product is pi / mu in any case.  [B, T]
+    """log pi_old, chosen by --old_logprobs.  [B, T]
+
+    The loss has the ratio pi / pi_old, and `correction` multiplies it by pi_old / mu, where mu is the generator. Unless
+    one of them is clipped, the product is pi / mu for every choice:
 
     recompute     pi before the step's first update
-    sampler       mu: the ratio is pi / mu, and the correction 1
-    interpolate   from mu n / (n + 1) of the way to pi, for a token of weights n steps old (AReaL)
-    current       pi: the ratio is 1; so it is, under sampler and interpolate, for tokens that no generator sampled
+    sampler       mu, so the correction is 1
+    interpolate   n / (n + 1) of the way from mu to pi, for a token from weights n steps old (AReaL)
+    current       pi, so the ratio is 1; also the fallback of sampler and interpolate for tokens without mu
     """
     now, sampled = logprobs.detach(), part.sampling_logprobs
     if cfg.old_logprobs in ("sampler", "interpolate"):
@@ -787,23 +792,22 @@ def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
 
 
 def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Weights trainer / generator of the policy loss, without gradient.  [B, T]
+    """The weight of each token's policy loss, w = trainer / generator, without gradient.  [B, T]
 
-    The generator's log-probs differ because of other kernels, or because its weights are older (--push_steps):
-    w = exp(old - sampling), by token or by sequence, clamped to the bounds or 0 outside (TIS, IcePop). Left out is what
-    --reject_by rejects, and tokens with A < 0 of completions that drifted further than off_policy_threshold
-    (DeepSeek-V3.2), measured with the current weights.
+    The generator's log-probs differ because its kernels or, with --push_steps, its weights do. w is taken per token or
+    per sequence, and clamped to its bounds or set to 0 outside them (TIS, IcePop). It is also 0 for what --reject_by
+    rejects and, with --off_policy_threshold (DeepSeek-V3.2), for tokens with A < 0 of completions that drifted too far.
     """
-    # Under --old_logprobs sampler pi_old is the generator's own: --reject_by then compares pi with it.
+    # Under --old_logprobs sampler pi_old is mu itself, and d, read by --reject_by alone, compares pi with it.
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
-    d, w = mismatch(trainer, batch, cfg)  # log(trainer / generator); its exponential, or that of its sum over the row
-    if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # then the policy ratio contains the correction
+    d, w = mismatch(trainer, batch, cfg)  # log(trainer / generator) per token; exp(d), or of its sum over the sequence
+    if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # sampler: the ratio contains the correction
         w = torch.ones_like(w)
     elif cfg.correction_mode == "mask":
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
     else:
         w = w.clamp(cfg.correction_min, cfg.correction_max)
-    keep = not_rejected(d, batch.loss_mask, cfg)  # all, unless --reject_bounds are narrower than 0 to infinity
+    keep = not_rejected(d, batch.loss_mask, cfg)  # everything, unless --reject_bounds are set
     if cfg.off_policy_threshold is not None:
         drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), batch.loss_mask)  # [B, 1]
         keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
@@ -811,7 +815,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
-    """Scale gradients to a global norm of at most max_norm; returns the norm before."""
+    """Scales gradients to a global norm of at most max_norm. Returns the norm before."""
     if isinstance(policy, FSDP):
         return float(policy.clip_grad_norm_(max_norm))
     return float(full(nn.utils.clip_grad_norm_([p for p in policy.parameters() if p.grad is not None], max_norm)))
@@ -821,11 +825,11 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
 
 
 class Policy(nn.Module):
-    """A causal LM that answers with log-probs of chosen tokens. Logits exist for `chunk` sampled tokens at a time only.
-    It exists because DDP and FSDP want everything that uses parameters inside one `forward`."""
+    """A causal LM that returns log-probs of given tokens; logits are computed for `chunk` tokens at a time. All use of
+    parameters is inside one `forward`, as DDP and FSDP require."""
 
-    replays = True  # whether a mixture's experts are those that the generator chose (--router_replay); a critic: False
-    top = 0  # of how many likeliest tokens it also gives log-probs and ids: of a teacher --distill_topk
+    replays = True  # may use the generator's choice of experts (--router_replay); a critic does not
+    top = 0  # number of likeliest tokens to return as well, with log-probs: a teacher's --distill_topk
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__()
@@ -835,10 +839,10 @@ class Policy(nn.Module):
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
             take_packed_rows(self.hf_model)
-        self.balance = None  # without mixtures of experts; else the function of the loss of --router_aux_coef
+        self.balance = None  # enough without the next line; the function behind --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
-        self.never = vision.placeholder_tokens(model.config)  # never sampled: they stand for images
-        # Weights that a pass without images leaves out; the ranks add up their gradients all the same.
+        self.never = vision.placeholder_tokens(model.config)  # stand for images; never sampled
+        # Weights that a pass without images does not use, although ranks have to reduce their gradients.
         self.of_images = image_weights(self.hf_model) if utils.world_size() > 1 else []
 
     @property
@@ -846,26 +850,26 @@ class Policy(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature=1.0) -> tuple:
-        """Log-prob of `targets` [N] or [N, m], conditioned on the tokens of `inputs` (R rows of length L) up to (rows,
-        columns) [N]; entropy and sum of squared probabilities of the distribution it is drawn from [N]; then what
-        `top` and --router_aux_coef ask for."""
+        """Log-prob of `targets` [N] or [N, m], given the tokens of `inputs` (R rows of length L) up to (rows, columns)
+        [N]; entropy and sum of squared probabilities of their distribution [N]; then what `top` and --router_aux_coef
+        add."""
         device = targets.device.type
-        # No autocast cache: all chunks would share one cast weight, and its gradient would be summed in bfloat16.
+        # Without cache: chunks would share one cast weight, whose gradient would be summed in bfloat16.
         casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
         saving = save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext()
         with casts() if self.autocast else contextlib.nullcontext():
             inputs = router_replay.replay(self.routing, inputs)
             with saving, packed(inputs.pop("segments", None), targets.device):
-                wanted = dict(output_router_logits=True) if self.balance else {}
-                out = backbone(self.hf_model)(**inputs, use_cache=False, **wanted)
+                routers = dict(output_router_logits=True) if self.balance else {}
+                out = backbone(self.hf_model)(**inputs, use_cache=False, **routers)
             hidden = out.last_hidden_state[rows, columns]  # [R, L, H] -> [N, H]
-            if self.of_images:  # a gradient of 0; FSDP has the gathered weights as the modules' attributes
+            if self.of_images:  # adds a gradient of 0; attributes of modules are what FSDP has gathered
                 hidden = hidden + sum(0 * getattr(module, name).sum() for module, name in self.of_images)
             size = self.chunk or chunk_size(self.hf_model.config.get_text_config().vocab_size, hidden.is_cuda)
             chunks = zip(hidden.split(size), targets.split(size), strict=True)
             if len(hidden) <= size or not torch.is_grad_enabled():
                 parts = [self.head(h, t, temperature) for h, t in chunks]
-            else:  # several chunks: recompute each one's logits in the backward pass
+            else:  # the backward pass recomputes the logits of each chunk
                 parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False) for h, t in chunks]
             returned = [torch.cat(part) for part in zip(*parts, strict=True)]
             if self.balance and torch.is_grad_enabled():
@@ -873,28 +877,28 @@ class Policy(nn.Module):
         return tuple(returned)
 
     def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """Output layer on sampled positions.  [n, H], [n] -> [n], [n], [n]; [n, m] for several targets of each"""
+        """The output layer at sampled positions.  [n, H], [n] or [n, m] -> [n] or [n, m], [n], [n]"""
         logits = logits_of(self.hf_model, hidden, self.float32).float()  # [n, V]
         if self.never:
             logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
-        if temperature != 1:  # the generator did the same
+        if temperature != 1:  # as the generator does
             logits = logits / temperature
         log_p = logits.log_softmax(-1)  # [n, V]
-        found = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
+        of_targets = log_p.gather(1, targets if targets.ndim > 1 else targets[:, None]).view_as(targets)
         trains = torch.is_grad_enabled()
-        # Last: when the backward pass recomputes a chunk, `checkpoint` stops after the last tensor that it needs, so an
-        # entropy without gradient is skipped.
+        # Last, since `checkpoint` stops recomputing after the last tensor that the backward pass needs: an entropy
+        # without gradient is not computed again.
         with torch.set_grad_enabled(trains and self.entropy_gradient):
             p = log_p.exp()
             entropy = -(p * log_p).sum(-1)  # [n]
-        # No update reads the sum of squares: a pass over [n, V] is saved there.
+        # Updates do not read the sum of squares, and save this pass over [n, V].
         squares = torch.zeros_like(entropy) if trains else (p**2).sum(-1)  # [n]
-        return found, entropy, squares, *(log_p.topk(self.top) if self.top else ())
+        return of_targets, entropy, squares, *(log_p.topk(self.top) if self.top else ())
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> nn.Module:
-    """The policy, wrapped by DDP or FSDP. kind: another class than Policy."""
-    torch.manual_seed(cfg.seed)  # for the first values of adapters
+    """The policy, wrapped by DDP or FSDP. kind: a class other than Policy."""
+    torch.manual_seed(cfg.seed)  # for the initial values of adapters
     with parameters.on_rank_0("Loading the policy", everywhere=bool(cfg.load_in)):  # elsewhere on torch's meta device
         load = load_hf_model if getattr(kind, "reads_head", True) else partial(load_hf_model, body=True)
         model = to_train(load(cfg, getattr(torch, cfg.dtype)), cfg)
@@ -902,16 +906,16 @@ def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None
 
 
 def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool) -> nn.Module:
-    """The policy under --strategy: a copy on every rank (ddp), or its layers in shards (fsdp, fsdp2), cut as rank 0
-    hands out the values, layer by layer. With --load_in every rank has read the base itself, straight to its device."""
-    # An image tower's layers are no units: a rank whose pass has no image would not take part in gathering them.
+    """Applies --strategy: a copy of the policy on every rank (ddp), or sharded layers (fsdp, fsdp2). Rank 0 broadcasts
+    the values layer by layer, each sharded before the next. With --load_in every rank has loaded the base itself."""
+    # Layers of an image tower are not units: a rank whose pass has no image would not take part in gathering them.
     layer_names = set(policy.hf_model._no_split_modules or [])
     layers = [m for m in policy.hf_model.get_decoder().modules() if type(m).__name__ in layer_names]
     for layer in layers if cfg.compile and trained else ():
-        layer.compile(dynamic=True)  # in place, before it is sharded; passes differ in length
+        layer.compile(dynamic=True)  # in place, before sharding; lengths differ between passes
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    # The policy is left without values. receive(module) gives a part of it memory on `device` and the values of rank 0,
-    # by broadcast: module by module, each cut into shards before the next. What has its values is left as it is.
+    # Empties the policy. receive(module) then allocates the module on `device` with rank 0's values; modules that have
+    # received theirs are left alone.
     receive = share_adapters if cfg.load_in else parameters.emptied(policy, device)
     if cfg.strategy == "ddp":
         receive(policy)
@@ -933,33 +937,33 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     offload = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda") if cfg.offload else fsdp.OffloadPolicy()
     how = dict(mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**precision), offload_policy=offload)
     first, last = policy.hf_model.get_input_embeddings(), policy.hf_model.get_output_embeddings()
-    # The output layer is called for each chunk of tokens: in the root's unit it is gathered once, and its gradient
-    # reduced once. Input embeddings are a unit of their own, unless they are the output layer's.
+    # The output layer, called for every chunk of tokens, belongs to the root's unit: gathered once, its gradient
+    # reduced once. Input embeddings are a unit by themselves, unless tied to the output layer.
     tied = last is not None and last.weight is first.weight
     for module in [*layers, *([] if tied else [first]), policy]:
         receive(module)
         fully_shard(module, **how)
     if not tied:
-        first.set_unshard_in_backward(False)  # the gradient of a look-up needs no weights
+        first.set_unshard_in_backward(False)  # the gradient of a lookup does not need the weights
     return policy
 
 
 def empty_policy(cfg: TrainConfig, config=None, kind: type | None = None) -> Policy:
-    """The policy itself, within `torch.device("meta")`: shapes without values, which plan.py counts."""
+    """Called within `torch.device("meta")`: the Policy with shapes but no values, whose memory plan.py counts."""
     return (kind or Policy)(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg), cfg, autocasts(cfg))
 
 
 def load_reference(cfg: TrainConfig, device: torch.device) -> nn.Module | None:
-    """A frozen copy of the initial policy. None if nothing asks for its log-probs, and with LoRA: the policy with its
-    adapters switched off is the reference."""
+    """A frozen copy of the initial policy. None if nothing needs its log-probs, or with LoRA, where the policy without
+    its adapters is the reference."""
     if cfg.use_peft or (cfg.beta == 0 and "ref_logprobs" not in needs(cfg)):
         return None
     return load_frozen(cfg, device, "the reference model")
 
 
 def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> nn.Module:
-    """A model that is not trained, as `load_policy` returns one, in the compute dtype; one that follows the policy
-    (--ref_sync_steps) in float32, as bfloat16 would round a small step away."""
+    """Like `load_policy`, for a model that is not trained: in the compute dtype, or in float32 if it follows the policy
+    (--ref_sync_steps), as bfloat16 would round small steps away."""
     cfg = replace(cfg, router_replay="off", router_aux_coef=0.0, load_in=None)
     with parameters.on_rank_0(f"Loading {what}"):
         model = load_hf_model(cfg, torch.float32 if cfg.ref_sync_steps else getattr(torch, cfg.compute_dtype))
@@ -968,12 +972,12 @@ def load_frozen(cfg: TrainConfig, device: torch.device, what: str) -> nn.Module:
 
 
 def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, or what --optim names, on what is trained. Edit me: any torch optimizer, one or several groups.
+    """AdamW, or the optimizer named by --optim. Edit me: any torch optimizer, with one or several groups.
 
-    Choose by clean_name(name), which is the same whatever shards the model. Parameters of --strategy fsdp are flat
-    pieces: what computes with matrices needs ddp or fsdp2. Each update sets every group's learning rate to `lr_at`
-    times the group's "lr_scale" (1 without one), logged as lr/NAME by the group's "name". What `step` keeps from update
-    to update belongs into self.state[p]: other attributes are in no checkpoint.
+    Select parameters by clean_name(name), which does not depend on the sharding. Under --strategy fsdp parameters are
+    flat pieces: optimizers that need matrices need ddp or fsdp2. Every update sets each group's learning rate to
+    `lr_at` times the group's "lr_scale" (default 1) and logs it as lr/NAME, NAME being the group's "name". Keep state
+    in self.state[p]: checkpoints save nothing else.
     """
     trained, betas = [p for p in module.parameters() if p.requires_grad], (0.9, cfg.adam_beta2)
     if cfg.optim != "AdamW":
@@ -985,9 +989,9 @@ def make_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer
 
 
 def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> None:
-    """Send the policy's weights to the generator, or its adapters alone (--push_lora): begin -> one call per bucket ->
-    finish. All ranks call it; `generator.receives_weights` tells whether this rank talks to the generator: each to the
-    one in its process, rank 0 to servers. After each bucket the ranks agree; an error on one is raised on all."""
+    """Sends the policy's weights, or its adapters alone (--push_lora), to the generator: begin, one call per bucket,
+    finish. Collective: with servers rank 0 sends, with --generator hf every rank fills its own copy
+    (`generator.receives_weights`). Ranks agree after each bucket, and an error on one is raised on all."""
     active, dtype, size = generator.receives_weights, generator.weight_dtype, bucket_mb * 2**20
 
     def attempt(call, *args):
@@ -1010,22 +1014,22 @@ def push_weights(policy: nn.Module, generator, version: int, bucket_mb: int) -> 
 def weight_buckets(
     model: nn.Module, max_bytes: int, dtype: torch.dtype, keep: bool = True
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of (checkpoint name, full tensor) of about `max_bytes` in `dtype`: all ranks call it in step.
+    """Yields lists of (checkpoint name, full tensor), about `max_bytes` each in `dtype`. Collective.
 
-    A bucket is gathered by all ranks before it is yielded, so that sending it never holds up a collective; keep=False:
-    a rank only takes part in that. FSDP1 gathers one wrapped module at a time, FSDP2 a bucket. LoRA is folded in. What
-    is sharded or folded comes in `dtype`, vectors in their own, as some servers keep norms and biases wider; other
-    tensors are the live weights: use them before the next step.
+    All ranks gather a bucket before it is yielded, so that sending it never blocks a collective; keep=False: this rank
+    takes part, and yields empty lists. FSDP1 gathers one wrapped module at a time, FSDP2 a bucket. LoRA is folded in.
+    Sharded or folded matrices come in `dtype`; vectors keep theirs, as some servers store norms and biases wider; all
+    other tensors are the live weights: use them before the next step.
     """
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
-    # A layer is not divided: checkpoints hold some of its tensors joined.
+    # Layers are not split, since checkpoints join some of their tensors.
     for _, layer in groupby(one_by_one(model), lambda found: parameters.layer_of(f"{found[0]}.")):
         for key, tensor in chain.from_iterable(parameters_of(name, module, dtype) for name, module in layer):
             if key not in names:
                 continue
             size += tensor.numel() * dtype.itemsize
-            if isinstance(model, FSDP) and keep:  # it lets go of a unit's weights when the next unit's turn comes
+            if isinstance(model, FSDP) and keep:  # which frees a unit's weights when it gathers the next unit
                 tensor = rounded(tensor, dtype, copy=True)
             bucket.append((key, tensor))
         if size >= max_bytes:
@@ -1036,12 +1040,12 @@ def weight_buckets(
 
 
 def one_by_one(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by name, children first. Those of an FSDP1 unit have their whole weights while it is their turn: all
-    ranks walk in step."""
+    """(name, module) of all modules, children first. FSDP1 summons the full weights of one unit at a time: all ranks
+    iterate in step."""
     if isinstance(model, FSDPModule):
-        model.reshard()  # after a forward pass without a backward one the root is still gathered
+        model.reshard()  # the root stays gathered after a forward pass without backward pass
     units = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDP)]
-    for name, unit in units:  # the root comes first: FSDP1 learns which it is
+    for name, unit in units:  # the root first: this is how FSDP1 learns which one it is
         with FSDP.summon_full_params(unit, recurse=False, writeback=False):
             yield from walk(name, unit.module, FSDP)
     if not units:
@@ -1049,8 +1053,8 @@ def one_by_one(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def saved_weights(policy: nn.Module, cfg: TrainConfig, dtype: torch.dtype) -> tuple[Iterator, object]:
-    """(what a checkpoint has for `from_pretrained`, as buckets that all ranks walk in step; PEFT's config if that is an
-    adapter alone, as nothing can be folded into 4 bits)"""
+    """(buckets of weights for `from_pretrained`, which all ranks iterate in step; PEFT's config if they are adapters
+    alone, since 4-bit weights cannot be folded)"""
     size = cfg.push_bucket_mb * 2**20
     if cfg.load_in:
         adapters = gathered(adapter_weights(one_by_one(policy), torch.float32, scaled=False), True)
@@ -1060,7 +1064,7 @@ def saved_weights(policy: nn.Module, cfg: TrainConfig, dtype: torch.dtype) -> tu
 
 
 def save(run: Run, cfg: TrainConfig, step: int) -> None:
-    """A checkpoint after `step` steps: for `from_pretrained`, and to resume from."""
+    """Saves a checkpoint after `step` steps, for `from_pretrained` and to resume from."""
     weights, adapter = saved_weights(run.policy, cfg, run.generator.weight_dtype)
     model = unwrapped(run.policy).hf_model
     checkpoints.save_checkpoint(
@@ -1073,8 +1077,9 @@ def save(run: Run, cfg: TrainConfig, step: int) -> None:
 
 
 def evaluate(run: Run, cfg: TrainConfig, step: int) -> dict:
-    """k completions of every held-out row, of the weights after `step` training steps: eval/reward, eval/mean@k (share
-    that reaches --eval_solved) and eval/pass@k (rows with one that does). Logs and returns them."""
+    """Samples k completions of every held-out row with the weights after `step` training steps. Logs and returns
+    eval/reward, eval/mean@k (share of completions that reach --eval_solved) and eval/pass@k (share of rows with
+    one)."""
     rank, world = torch.distributed.get_rank(), utils.world_size()
     how = dict(num_generations=cfg.eval_generations, temperature=cfg.eval_temperature, purpose="eval")
     seed_generator(run.generator, cfg, step, stream=1)
@@ -1101,8 +1106,8 @@ def evaluate(run: Run, cfg: TrainConfig, step: int) -> dict:
 
 
 def seed_generator(generator, cfg: TrainConfig, step: int, stream: int = 0) -> None:
-    """A generator in this process samples by a function of the step: a resumed run what the uninterrupted one did."""
-    if cfg.generator == "hf":  # the hash of numbers is the same in every run
+    """Makes sampling in this process a function of the step, so that a resumed run repeats the uninterrupted one."""
+    if cfg.generator == "hf":  # hashes of numbers are the same in every process
         generator.seed(hash((cfg.seed, step, stream, torch.distributed.get_rank())))
 
 
@@ -1110,22 +1115,22 @@ def seed_generator(generator, cfg: TrainConfig, step: int, stream: int = 0) -> N
 
 
 def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, Run]:
-    """Everything a run works with, loaded and resumed; the generator has its weights."""
+    """Loads everything a run needs, or resumes it, and pushes the first weights. Returns the final settings, too."""
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
-    getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # a critic may refuse settings, too
+    getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # ConfigError for settings it cannot work with
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded to; holds without the next line
-    home = colocate.home(cfg, device)  # with --colocate the CPU, and the server sleeps from here on
-    sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)
-    # Chooses --tokens_per_microbatch and --gradient_checkpointing where they are not given, by the memory that is free.
+    home = device  # where models are loaded; enough without the next line
+    home = colocate.home(cfg, device)  # with --colocate the CPU; the server sleeps from here on
+    sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)  # completions of each row
+    # Chooses --tokens_per_microbatch and --gradient_checkpointing, unless given, by the memory that is free.
     cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
-    memory, sampler = {}, None  # `memory` is shared by after_rollout and the prompt sampler
+    memory, sampler = {}, None  # memory: shared by after_rollout and the sampler
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
         sampler.rows, sampler.order = rows, data.Order.of(rows, cfg)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
-    # The run folder's lock; steps that are done; a fingerprint of settings and rows, to compare a resumed run's with.
+    # The lock of the run's folder; steps done so far; a fingerprint of settings and rows to check when resuming.
     lock, first, made_with = resume.begin(cfg, rows, held_out)
 
     policy = load_policy(cfg, home)
@@ -1137,12 +1142,12 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     modules |= {"critic": (critic.module, critic.optimizer)} if critic else {}
 
     state = {"num_tokens": 0, "beta": cfg.beta, "entropy_coef": cfg.entropy_coef, "score_moments": {}}
-    if first:  # steps that are done, by the checkpoint
+    if first:
         state |= checkpoints.load_checkpoint(run_dir, first, modules, memory)
         adapted = [("beta", cfg.kl_target), ("entropy_coef", cfg.entropy_target)]
         cfg = replace(cfg, **{name: state[name] for name, target in adapted if target is not None})
     state["made_with"], TRAINER_STATE.max_steps = made_with, cfg.max_steps
-    # Only now: if the checkpoint cannot be loaded, the run folder must stay as it is.
+    # Only now, so that the run's folder stays untouched if the checkpoint cannot be loaded.
     log = RunLog(cfg, first or None, cfg.max_steps, lock) if rank == 0 else None
     if log:
         describe(cfg, policy, sizes, world)
@@ -1156,29 +1161,32 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     )  # fmt: skip
     run.teacher = teachers.load(cfg, home, load_frozen)
     run.size = gpu.size_of(partial(empty_policy, cfg), device)
-    # Compares packed rows with plain ones, pushes, and compares the generator's log-probs with the policy's. Returns
-    # cfg, with plain rows where packed ones differ.
+    # Compares packed rows with plain ones (returns cfg without --shared_prefix if they differ), pushes, and compares
+    # the generator's log-probs with the policy's.
     return first_push(run, cfg, all_logprobs, push_weights), run
 
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, Sequence[dict], list[dict]]:
-    """Everything that can be wrong before a process group, a GPU or a server is touched. Returns settings, reward
-    functions, processor, training rows and held-out rows."""
+    """Checks everything that can be checked before a process group, a GPU or a server is touched. Returns settings,
+    reward functions, processor, training rows and held-out rows."""
     checks.check_functions(in_use(cfg), cfg)
     return settled(cfg, format_row, load_hf_model)
 
 
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:
-    """The functions that this run uses, by the flag that names each. ConfigError for a name that is not known."""
-    found, tables = {}, {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
-    for flag, known in tables.items():
-        known_name(f"--{flag}", name := getattr(cfg, flag), known)
-        found[f"--{flag} {name}"] = known[name]
-    return found | {"own_term": own_term}
+    """{flag and name: function} of the functions that this run uses. ConfigError for an unknown name."""
+    functions, tables = (
+        {"own_term": own_term},
+        {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS},
+    )
+    for flag, table in tables.items():
+        known_name(f"--{flag}", name := getattr(cfg, flag), table)
+        functions[f"--{flag} {name}"] = table[name]
+    return functions
 
 
 def needs(cfg: TrainConfig) -> set[str]:
-    """Fields of Batch that the functions in use ask for."""
+    """The fields of Batch that the functions in use declare in `needs`."""
     return {name for function in in_use(cfg).values() for name in getattr(function, "needs", ())}
 
 
@@ -1186,7 +1194,7 @@ def needs(cfg: TrainConfig) -> set[str]:
 
 
 def main(cfg: TrainConfig, make_critic: Callable | None = None, make_collector: type[Collector] | None = None) -> None:
-    """Train, and end the process."""
+    """Trains, and ends the process."""
     utils.run_and_exit(partial(train, cfg, make_critic, make_collector), cfg, close_all)
 
 

@@ -21,13 +21,13 @@ class TwoStageBackward:
         self.pairs.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
         return leaves
 
-    def backward(self, loss: Tensor, may_end_early: bool) -> bool:
-        """`loss.backward()`; with may_end_early without the second stage, if the first finds a gradient of 0 on all
+    def backward(self, loss: Tensor, may_skip: bool) -> bool:
+        """`loss.backward()`; with may_skip without the second stage, if the first finds a gradient of 0 on all
         ranks. This is not concluded from advantages of 0: a KL term may have one all the same. All ranks take the same
-        branch, or FSDP's collectives would not match. Returns whether it ended early."""
+        branch, or FSDP's collectives would not match. Returns whether it was skipped."""
         returned, leaves = zip(*self.pairs, strict=True)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        if may_end_early and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
+        if may_skip and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
             return True
         torch.autograd.backward(returned, gradients)
         return False
