@@ -1,7 +1,7 @@
 """A step's trajectories as tensors, and arithmetic over its groups, turns and masks.
 
-Everything here is [B, T] or [B]: B completions, T tokens of the longest one with its prompt. Statistics over the batch
-are taken over all ranks; those of a group are local, since a group lies on one rank.
+Tensors are [B, T] or [B]: B completions, T tokens in the longest of them, prompt included. Statistics over the batch
+cover all ranks; those of a group are local, since a group lies on one rank.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from config import TrainConfig
 from inputs.trajectory import stands_in, version_spans
 
 GROUPS = 2**32  # more than a rank has
-BY_ROW = "rows of "  # begins the names of sums over rows
+BY_ROW = "rows of "  # prefix of the names of sums over rows
 
 
 @dataclass
 class TokenRecord:
-    """Of each token of a step, what the last pass of its updates saw; nan where none did.  [B, T] each"""
+    """What the last forward pass of a step's updates saw for each token; nan where there was none.  [B, T] each"""
 
     logprob: Tensor
     entropy: Tensor
@@ -44,47 +44,47 @@ class Batch:
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     current_logprobs: Tensor | None = None  # [B, T] before the update under way, if a function asks
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if nothing asks for it
-    teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan on tokens of which none was asked; None without
-    teacher_top: Tensor | None = None  # [B, T, k] int64: the tokens that it finds likeliest (--distill_topk), and
-    teacher_top_logprobs: Tensor | None = None  # [B, T, k] their log-probs; -inf: fewer are known
+    teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan on tokens that none scored; None without one
+    teacher_top: Tensor | None = None  # [B, T, k] int64: the teacher's likeliest tokens (--distill_topk), and
+    teacher_top_logprobs: Tensor | None = None  # [B, T, k] their log-probs; -inf where it gave fewer
     top_logprobs: Tensor | None = None  # [B, T, k] the policy's of the same tokens, with gradient; `compute_logprobs`
     values: Tensor | None = None  # [B, T] of a critic, before the step's updates (train_ppo.py), and
-    returns: Tensor | None = None  # [B, T] what they are fitted to
+    returns: Tensor | None = None  # [B, T] the targets that the critic is fitted to
     baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt; rae: mean of the role
     advantages: Tensor | None = None  # [B, T] 0 where loss_mask is 0
-    reward_components: Tensor | None = None  # [B, reward functions] before their weights; 0 where one gave None
-    states: Tensor | None = None  # [B, T] int64: on a turn's tokens, the environment's state it started from (gigpo)
+    reward_components: Tensor | None = None  # [B, reward functions] unweighted; 0 where one returned None
+    states: Tensor | None = None  # [B, T] int64: the environment's state at the start of the token's turn (gigpo)
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
-    given_scores: Tensor | None = None  # [B] scores before shape_rewards; None: rewards are as they were given
-    extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...] that are cut as the rest is
+    given_scores: Tensor | None = None  # [B] scores before shape_rewards; None if it changed nothing
+    extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...], cut like the other fields
     routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: modeling/router_replay.py
-    model_inputs: list[dict] = field(default_factory=list)  # per row, tensors of its images; not read by name here
-    rows: list[dict] = field(default_factory=list)  # per row, what the data set has of it
-    weights: Tensor | None = None  # [B, T] what each token counts for in the loss of the update (`token_weights`), and
+    model_inputs: list[dict] = field(default_factory=list)  # per row, the tensors of its images for the model
+    rows: list[dict] = field(default_factory=list)  # per row, its row of the data set
+    weights: Tensor | None = None  # [B, T] each token's weight in the loss of the update (`token_weights`), and
     update_tokens: float = 0.0  # the loss tokens of this update, over all ranks
-    versions: Tensor | None = None  # [B, T] of the weights that sampled each token: steps done before
+    versions: Tensor | None = None  # [B, T] of the weights that sampled the token: the number of steps before them
     step: int = 0  # of the run, from 0
-    stand_in: bool = False  # this rank has no rows here; the one it has, for the collectives, counts for nothing
-    record: TokenRecord | None = None  # of the whole step, where the run keeps it, and
-    places: Tensor | None = None  # [B] which of its rows these are
-    restarts: list[list] = field(default_factory=list)  # per row, (column where its context begins anew, model_inputs)
-    starts: Tensor | None = None  # [B] of rows that `split_restarts` made: the column where each began
+    stand_in: bool = False  # this rank has no rows: the one here serves the collectives and counts for nothing
+    record: TokenRecord | None = None  # of the whole step, if the run keeps one, and
+    places: Tensor | None = None  # [B] the record's row for each row here
+    restarts: list[list] = field(default_factory=list)  # per row, (column where a new context begins, model_inputs)
+    starts: Tensor | None = None  # [B] after `split_restarts`: the row's first column in the unsplit batch
 
     @property
-    def scores(self) -> Tensor:  # [B] as the reward functions gave them, weighted and added up
+    def scores(self) -> Tensor:  # [B] weighted sums of the reward functions' values
         return row_sum(self.rewards) if self.given_scores is None else self.given_scores.clone()
 
     @property
-    def shaped_scores(self) -> Tensor:  # [B] what `shape_rewards` made of them
+    def shaped_scores(self) -> Tensor:  # [B] the same after `shape_rewards`
         return row_sum(self.rewards)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def select(self, rows: list[int]) -> "Batch":
-        """The given rows, cut to the longest of them. Of none, the first, which counts for nothing: a rank that has
-        fewer rows or passes than others takes part in their collectives."""
+        """The given rows, cut to the longest of them. An empty list gives the first row as a stand-in that counts for
+        nothing: a rank with fewer rows or passes than others still has to take part in their collectives."""
         if not rows:
             first = self.select([0])
             values = {name: getattr(first, name) for name in ("loss_mask", "weights", "advantages")}
@@ -101,7 +101,7 @@ class Batch:
         return self.each(cut, rows)
 
     def each(self, cut: Callable[[Tensor], Tensor], rows: list[int]) -> "Batch":
-        """What `cut` makes of every tensor, and these rows of every list."""
+        """The batch with `cut` applied to every tensor, and only these rows of every list."""
 
         def take(value):
             if isinstance(value, dict):
@@ -114,9 +114,9 @@ class Batch:
 
 
 def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0, step: int = 0) -> Batch:
-    """Trajectories (inputs/trajectory.py) of this rank as a Batch. Group numbers become unique over all ranks."""
+    """This rank's trajectories (inputs/trajectory.py) as a Batch. Group numbers become unique over all ranks."""
     if not trajectories:
-        raise ValueError("after_rollout returned no trajectories on this rank; every rank needs one at least")
+        raise ValueError("after_rollout returned no trajectories on this rank; every rank needs at least one")
     rows, length = len(trajectories), max(len(t.prompt_ids) + len(t.token_ids) for t in trajectories)
     input_ids, versions = torch.full((rows, length), pad_id), torch.zeros(rows, length)
     attention_mask, loss_mask, rewards, logprobs = torch.zeros(4, rows, length).unbind()  # [B, T] each
@@ -135,16 +135,16 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
     tensors = (t.to(device) for t in (input_ids, attention_mask, loss_mask, rewards, groups, logprobs))
     batch = Batch(*tensors, model_inputs=inputs, rows=[t.row for t in trajectories], step=step)
     batch.versions, batch.stand_in = versions.to(device), all(map(stands_in, trajectories))
-    # Where a reward function did not apply it counts as 0; domains may have different numbers of them.
+    # A reward function that did not apply counts as 0. Domains may have different numbers of functions.
     parts, baselines = ([t.info.get(name) for t in trajectories] for name in ("reward_components", "baselines"))
-    here = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)
-    most, greedy = (max(of_ranks) for of_ranks in zip(*utils.gather_objects(here), strict=True))
-    if most:  # on any rank; of a demonstration, say, there are none: gdpo refuses inf
-        parts = [[math.inf] * most if part is None else part + [0.0] * (most - len(part)) for part in parts]
+    local = max((len(part) for part in parts if part is not None), default=0), any(b is not None for b in baselines)
+    width, any_baseline = (max(counts) for counts in zip(*utils.gather_objects(local), strict=True))
+    if width:  # on any rank. inf: the trajectory, such as a demonstration, has none; gdpo refuses it
+        parts = [[math.inf] * width if part is None else part + [0.0] * (width - len(part)) for part in parts]
         batch.reward_components = torch.tensor(parts, device=device).nan_to_num(posinf=math.inf)
-    if greedy:
-        of_group = {t.group: t.info["baselines"] for t in trajectories if "baselines" in t.info}  # one for a prompt
-        values = [of_group.get(t.group) or 0.0 for t in trajectories]
+    if any_baseline:
+        baseline_of = {t.group: t.info["baselines"] for t in trajectories if "baselines" in t.info}  # one per prompt
+        values = [baseline_of.get(t.group) or 0.0 for t in trajectories]
         batch.baselines = torch.tensor(values, device=device).nan_to_num()
     batch.extras = {name: extra.to(device) for name, extra in collated_extras(trajectories, length).items()}
     batch.routed_experts = collated_experts([t.info.get("routed_experts") for t in trajectories], rows, length)
@@ -158,26 +158,26 @@ def collate(trajectories: list, pad_id: int, device: torch.device, rank: int = 0
 
 
 def restarts_of(t) -> list[tuple[int, dict]]:
-    """(column, tensors of its images) of each place where a trajectory's context begins anew."""
+    """For each place where a new context begins in a trajectory: (column, tensors of its images)."""
     places = t.info.get("restarts") or []
     inputs = t.info.get("restart_inputs") or [{}] * len(places)
-    return [(len(t.prompt_ids) + place, given) for place, given in zip(places, inputs, strict=True)]
+    return [(len(t.prompt_ids) + place, tensors) for place, tensors in zip(places, inputs, strict=True)]
 
 
 def split_restarts(batch: Batch) -> Batch:
-    """The rows that the policy computes: where the context of a trajectory begins anew (see Trajectory) a row of its
-    own, which sees nothing of what was before.  [B, T] -> [R, T']
+    """The rows that the policy computes. Each new context within a trajectory (see Trajectory) becomes a row of its
+    own, which sees none of the tokens before it.  [B, T] -> [R, T']
 
         p a a q b      restarts [[(3, {})]]     ->     p a a      starts [0, 3]
                                                        q b .
 
-    Everything that compares or counts trajectories takes the batch as it was, so that each counts once, however many
-    rows it has. Sampled tokens keep their order: x[loss_mask > 0] is the same in both.
+    Code that compares or counts trajectories takes the unsplit batch, where each is one row. Sampled tokens keep their
+    order: x[loss_mask > 0] is the same in both.
     """
     if not any(batch.restarts):
         return batch
     ends = batch.attention_mask.sum(1).long().tolist()
-    bounds = [[0, *(column for column, _ in own), end] for own, end in zip(batch.restarts, ends, strict=True)]
+    bounds = [[0, *(at for at, _ in restarts), end] for restarts, end in zip(batch.restarts, ends, strict=True)]
     parts = [(row, *span) for row, columns in enumerate(bounds) for span in pairwise(columns)]
     rows, starts, ends = torch.tensor(parts, device=batch.input_ids.device).unbind(1)  # [R] each
     columns = starts[:, None] + torch.arange(int((ends - starts).max()), device=starts.device)  # [R, T']
@@ -187,51 +187,51 @@ def split_restarts(batch: Batch) -> Batch:
         at = rows.to(value.device)
         if value.shape[:2] != batch.input_ids.shape:
             return value[at]
-        found = value[at[:, None], columns.to(value.device)]
-        return found.masked_fill(outside.to(value.device).view(*outside.shape, *[1] * (found.ndim - 2)), 0)
+        cells = value[at[:, None], columns.to(value.device)]  # [R, T', ...]
+        return cells.masked_fill(outside.to(value.device).view(*outside.shape, *[1] * (cells.ndim - 2)), 0)
 
-    found = batch.each(cut, rows.tolist())
+    contexts = batch.each(cut, rows.tolist())
     inputs = batch.model_inputs or [{}] * len(batch)
-    found.model_inputs = [
-        one for own, given in zip(inputs, batch.restarts, strict=True) for one in (own, *(i for _, i in given))
+    contexts.model_inputs = [
+        entry for first, later in zip(inputs, batch.restarts, strict=True) for entry in (first, *(i for _, i in later))
     ]
-    return replace(found, restarts=[], starts=starts)
+    return replace(contexts, restarts=[], starts=starts)
 
 
-def merge_restarts(values: Tensor, parts: Batch, whole: Batch) -> Tensor:
-    """Values of the sampled tokens of `parts`, which `split_restarts` made of `whole`, at their places there; 0 else.
-    [R, T', ...] -> [B, T, ...]"""
-    if parts is whole:
+def merge_restarts(values: Tensor, contexts: Batch, batch: Batch) -> Tensor:
+    """Undoes `split_restarts` for values of the sampled tokens: from `contexts`, which it returned, to their places in
+    `batch`; 0 elsewhere.  [R, T', ...] -> [B, T, ...]"""
+    if contexts is batch:
         return values
-    out = values.new_zeros(*whole.loss_mask.shape, *values.shape[2:])
-    out[whole.loss_mask > 0] = values[parts.loss_mask > 0]
+    out = values.new_zeros(*batch.loss_mask.shape, *values.shape[2:])
+    out[batch.loss_mask > 0] = values[contexts.loss_mask > 0]
     return out
 
 
 def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
-    """What trajectories hold in info["extras"], {name: a number, or a list with one for each token as loss_mask}, as
-    tensors [B] or [B, T]; 0 where a trajectory has nothing of that name. Collective: names are those of all ranks."""
-    given = [t.info.get("extras") or {} for t in trajectories]
-    here = {(name, isinstance(value, list | tuple)) for extras in given for name, value in extras.items()}
+    """info["extras"] of the trajectories as tensors [B] or [B, T]: {name: a number, or a list as long as loss_mask};
+    0 where a trajectory lacks the name. Collective: the names are those of all ranks."""
+    extras_of_rows = [t.info.get("extras") or {} for t in trajectories]
+    kinds = {(name, isinstance(value, list | tuple)) for extras in extras_of_rows for name, value in extras.items()}
     tensors = {}
-    for name, by_token in sorted(set().union(*utils.gather_objects(here))):
-        tensors[name] = torch.zeros(len(given), length) if by_token else torch.zeros(len(given))
-        for row, (t, extras) in enumerate(zip(trajectories, given, strict=True)):
+    for name, by_token in sorted(set().union(*utils.gather_objects(kinds))):
+        tensors[name] = torch.zeros(len(extras_of_rows), length) if by_token else torch.zeros(len(extras_of_rows))
+        for row, (t, extras) in enumerate(zip(trajectories, extras_of_rows, strict=True)):
             value, start, size = extras.get(name, 0.0), len(t.prompt_ids), len(t.token_ids)
             if by_token and name in extras and len(value) != size:
-                what = f"has {len(value)} numbers for {size} tokens after the prompt"
-                raise ValueError(f'info["extras"][{name!r}] {what}; give one for each, as loss_mask has, or one in all')
+                fault = f"has {len(value)} numbers for {size} tokens after the prompt"
+                raise ValueError(f'info["extras"][{name!r}] {fault}; give one per token, like loss_mask, or just one')
             place = (row, slice(start, start + size)) if by_token else row
             tensors[name][place] = torch.tensor(value, dtype=torch.float)
     return tensors
 
 
 def collated_experts(choices: list[np.ndarray | None], rows: int, length: int) -> Tensor | None:
-    """[B, T, layers, k] int16, -1 where nothing is known, of `rows` trajectories; None if of none of them."""
-    known = next((choice for choice in choices if choice is not None), None)
-    if known is None:
+    """[B, T, layers, k] int16, of `rows` trajectories, -1 where unknown; None if none has any."""
+    example = next((choice for choice in choices if choice is not None), None)
+    if example is None:
         return None
-    out = torch.full((rows, length, *known.shape[1:]), -1, dtype=torch.int16)
+    out = torch.full((rows, length, *example.shape[1:]), -1, dtype=torch.int16)
     for row, choice in enumerate(choices):
         if choice is not None:
             out[row, : len(choice)] = torch.from_numpy(choice)
@@ -239,52 +239,52 @@ def collated_experts(choices: list[np.ndarray | None], rows: int, length: int) -
 
 
 def collated_teacher(trajectories: list, length: int) -> dict[str, Tensor]:
-    """What teachers' servers have said, as fields of Batch: nan, and -inf, for tokens of which none was asked."""
-    known, rows = {}, len(trajectories)
+    """The answers of teachers' servers as fields of Batch; nan, or -inf, on tokens that no server scored."""
+    fields, rows = {}, len(trajectories)
     if any(t.teacher_logprobs is not None for t in trajectories):
-        known["teacher_logprobs"] = torch.zeros(rows, length)
+        fields["teacher_logprobs"] = torch.zeros(rows, length)
     if top := [t.teacher_top for t in trajectories if t.teacher_top is not None]:
         k = top[0][0].shape[1]
-        known["teacher_top"] = torch.zeros(rows, length, k, dtype=torch.int64)
-        known["teacher_top_logprobs"] = torch.full((rows, length, k), -math.inf)
+        fields["teacher_top"] = torch.zeros(rows, length, k, dtype=torch.int64)
+        fields["teacher_top_logprobs"] = torch.full((rows, length, k), -math.inf)
     for row, t in enumerate(trajectories):
         span = slice(len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids))
-        if "teacher_logprobs" in known:
-            unasked = [math.nan if sampled else 0.0 for sampled in t.loss_mask]
-            known["teacher_logprobs"][row, span] = torch.tensor(t.teacher_logprobs or unasked, dtype=torch.float)
+        if "teacher_logprobs" in fields:
+            unscored = [math.nan if sampled else 0.0 for sampled in t.loss_mask]
+            fields["teacher_logprobs"][row, span] = torch.tensor(t.teacher_logprobs or unscored, dtype=torch.float)
         if t.teacher_top is not None:
-            known["teacher_top"][row, span], known["teacher_top_logprobs"][row, span] = t.teacher_top
-    return known
+            fields["teacher_top"][row, span], fields["teacher_top_logprobs"][row, span] = t.teacher_top
+    return fields
 
 
 def start_record(batch: Batch) -> None:
-    """From here on passes over the batch, or over rows selected from it, leave what they saw in batch.record."""
+    """From here on every pass over the batch, or over rows selected from it, is entered into batch.record."""
     unknown = (torch.full_like(batch.loss_mask, float("nan")) for _ in range(2))
     batch.record = TokenRecord(*unknown, weight=torch.zeros_like(batch.loss_mask))
     batch.places = torch.arange(len(batch), device=batch.input_ids.device)
 
 
 def record(batch: Batch, logprobs: Tensor, entropy: Tensor) -> None:
-    """Enter a pass over a micro-batch into batch.record: log-probs and entropy [B, T], and, by a hook in the backward
-    pass, how much the loss moves each log-prob: -d loss / d logprob x the update's tokens, which is the
-    advantage under token_mean and a ratio of 1. A later pass over the same rows overwrites it."""
-    where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns, [N] each
-    begun = 0 if batch.starts is None else batch.starts[where[0]]
-    kept, place = batch.record, (batch.places[where[0]], where[1] + begun)
-    kept.logprob[place], kept.entropy[place] = logprobs.detach()[where].float(), entropy.detach()[where].float()
-    kept.weight[place] = 0.0
+    """Enter a pass over a micro-batch into batch.record: log-probs and entropy [B, T] and, by a hook in the backward
+    pass, how much the loss moves each log-prob: -d loss / d logprob x the update's tokens. Under token_mean, at a ratio
+    of 1, this is the advantage. A later pass over the same rows overwrites it."""
+    index = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns, [N] each
+    start = 0 if batch.starts is None else batch.starts[index[0]]
+    full, place = batch.record, (batch.places[index[0]], index[1] + start)
+    full.logprob[place], full.entropy[place] = logprobs.detach()[index].float(), entropy.detach()[index].float()
+    full.weight[place] = 0.0
     scale = -batch.update_tokens / utils.world_size()  # gradients are those of the loss times the number of ranks
 
     def add(gradient: Tensor) -> None:
-        kept.weight[place] += scale * gradient[where].float()
+        full.weight[place] += scale * gradient[index].float()
 
     if logprobs.requires_grad:
         logprobs.register_hook(add)
 
 
 def number_states(trajectories: list, length: int) -> Tensor:
-    """A number for each token's environment state, info["states"] with one hashable a token as loss_mask: equal states
-    have equal numbers, from 1 on. A state that is not known, None, is like no other: its number is its own.  [B, T]"""
+    """Numbers each token's environment state. info["states"] is a list of hashables as long as loss_mask; equal states
+    get equal numbers, from 1 on. None, an unknown state, equals no other: each gets a negative number.  [B, T]"""
     states, numbers = torch.zeros(len(trajectories), length, dtype=torch.int64), {}
     for row, t in enumerate(trajectories):
         for place, state in enumerate(t.info.get("states") or [None] * len(t.token_ids), len(t.prompt_ids)):
@@ -297,11 +297,12 @@ def number_states(trajectories: list, length: int) -> Tensor:
 
 
 def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, list[int], Batch]]:
-    """The config of each domain that has rows on any rank, its rows on this rank, and these as a batch. Collective.
+    """For each domain with rows on any rank: its config, its row numbers on this rank, and these rows as a batch.
+    Without domains that is the whole batch. Collective.
 
-    Where a rank has none its batch is a completion of another domain, beside a data row of this one that another rank
-    has, and what is computed from it has to be thrown away: meanwhile the rank takes part in sums over ranks, to which
-    it adds nothing; so it is for a rank all of whose trajectories failed. Without domains it is the whole batch.
+    A rank without rows of a domain, or whose trajectories all failed, gets a stand-in: a completion of another domain
+    with a data row that another rank lends. It lets the rank take part in sums over ranks, to which it adds nothing;
+    throw away what is computed from it.
     """
     configs = cfg.by_domain()
     rows = [[i for i, row in enumerate(batch.rows) if row.get("domain") == domain.domain] for domain in configs]
@@ -310,48 +311,48 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
         rows = [[] for _ in configs]
     elif sum(map(len, rows)) < len(batch):
         raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
-    ranks = utils.all_sum(torch.tensor([float(bool(numbers)) for numbers in rows])).tolist()
-    lacking = any(0 < count < utils.world_size() for count in ranks)
-    lent = utils.gather_objects([batch.rows[numbers[0]] if numbers else None for numbers in rows]) if lacking else []
-    for place, (domain, numbers, count) in enumerate(zip(configs, rows, ranks, strict=True)):
+    rank_counts = utils.all_sum(torch.tensor([float(bool(numbers)) for numbers in rows])).tolist()
+    lacking = any(0 < count < utils.world_size() for count in rank_counts)
+    donors = utils.gather_objects([batch.rows[numbers[0]] if numbers else None for numbers in rows]) if lacking else []
+    for index, (domain, numbers, count) in enumerate(zip(configs, rows, rank_counts, strict=True)):
         if count:
             part = batch if len(numbers) == len(batch) else batch.select(numbers or [0])
             if not numbers:
-                part.rows = [next(of_rank[place] for of_rank in lent if of_rank[place] is not None)]
+                part.rows = [next(of_rank[index] for of_rank in donors if of_rank[index] is not None)]
             if cfg.domains and part.reward_components is not None:
-                most = part.reward_components.shape[1]
-                wanted = len(domain.reward_funcs)
-                part.reward_components = torch.nn.functional.pad(part.reward_components, (0, wanted - most))
+                width = part.reward_components.shape[1]
+                num_functions = len(domain.reward_funcs)
+                part.reward_components = torch.nn.functional.pad(part.reward_components, (0, num_functions - width))
             with utils.counted(bool(numbers)):
                 yield domain, numbers, part
 
 
-def placed(values: Tensor, rows: list[int], whole: Tensor) -> Tensor:
-    """`whole` [B, T] with `values` [b, T'] of these rows in it; of all rows, the values as they are.  [B, T]"""
-    if len(rows) == len(whole):
+def placed(values: Tensor, rows: list[int], target: Tensor) -> Tensor:
+    """A copy of `target` [B, T] with `values` [b, T'] in these rows; the values themselves if these are all.  [B, T]"""
+    if len(rows) == len(target):
         return values
-    whole = whole.clone()
-    whole[rows, : values.shape[1]] = values[: len(rows)].to(whole.dtype)
-    return whole
+    target = target.clone()
+    target[rows, : values.shape[1]] = values[: len(rows)].to(target.dtype)
+    return target
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
 def group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the number of its group, 0, 1, ..., and the size of that group.  [B], [B]"""
+    """For each row its group's number, 0, 1, ..., and its group's size.  [B], [B]"""
     utils.must_be_whole("a statistic of a group")
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     return index, counts[index]
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
-    """For each row the mean over its group, in float64: equal values must have exactly their own mean.  [B] -> [B]"""
+    """For each row the mean over its group, in float64: the mean of equal values is exactly theirs.  [B] -> [B]"""
     index, size = group_index(groups)
     if values.shape != groups.shape:
         raise ValueError(
-            f"a statistic of a group takes one value a completion, [{len(groups)}]; got {[*values.shape]}. Of values "
-            "for each token take one of each completion first: row_mean(values, loss_mask)[:, 0]."
+            f"a statistic of a group takes one value per completion, [{len(groups)}]; got {[*values.shape]}. Reduce "
+            "values per token first: row_mean(values, loss_mask)[:, 0]."
         )
     return torch.zeros_like(values, dtype=torch.float64).index_add(0, index, values.double())[index] / size
 
@@ -369,14 +370,15 @@ def group_std(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def differ(std: Tensor, mean: Tensor) -> Tensor:
-    """Whether values of this std and mean differ by more than rounding leaves: float32 has seven digits."""
+    """Whether values of this std and mean differ by more than rounding: float32 has seven digits."""
     return std > 1e-6 * mean.abs().clamp(min=1)
 
 
 def center_and_scale(scores: Tensor, groups: Tensor, mean: str, std: str, running=(0.0, 1.0)) -> tuple[Tensor, Tensor]:
-    """What to subtract and to divide by. Each is "group" (the prompt's), "batch" (the step's, over all ranks),
-    "running" (all steps so far, given) or "none". By a std of rounding (`differ`) nothing is divided.  [B], [B]"""
-    _, batch_mean, batch_std = utils.global_moments(scores)  # a rank's own would change the algorithm with their number
+    """What to subtract and to divide by. mean and std are each "group" (the prompt's), "batch" (the step's, over all
+    ranks), "running" (all steps so far, as given) or "none". A std that is only rounding (`differ`) becomes 1.
+    [B], [B]"""
+    _, batch_mean, batch_std = utils.global_moments(scores)  # of one rank alone it would depend on the number of ranks
     centers = {"none": 0.0, "group": group_mean(scores, groups), "batch": batch_mean, "running": running[0]}
     scales = {"none": 0.0, "group": group_std(scores, groups), "batch": batch_std, "running": running[1]}
     scale, zero = torch.zeros_like(scores) + scales[std], torch.zeros_like(scores, dtype=torch.float64)
@@ -404,17 +406,18 @@ def spread(values: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """Sum of each row, in float64 until the end: equal rewards at other places make equal scores.  [B, T] -> [B]"""
+    """Sum of each row, in float64, so that equal rewards at different places give equal scores.  [B, T] -> [B]"""
     return values.sum(1, dtype=torch.float64).to(values.dtype)
 
 
 def row_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Mean over each row's sampled tokens; 0 for a row without.  [B, T] -> [B, 1]"""
+    """Mean over each row's sampled tokens; 0 for a row without any.  [B, T] -> [B, 1]"""
     return (values * loss_mask).sum(1, keepdim=True) / loss_mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask: Tensor) -> None:
-    """Sums over the sampled tokens, of values [B] over the rows that have some; of names in _max the largest."""
+    """Adds to `sums` in place: values [B, T] over the sampled tokens, values [B] over rows with sampled tokens; under
+    names that end in _max the largest."""
     sums["tokens"] += loss_mask.sum().double()
     sums["rows"] += loss_mask.any(1).sum().double()
     for name, values in stats.items():
@@ -430,8 +433,8 @@ def add_statistics(sums: dict[str, Tensor], stats: dict[str, Tensor], loss_mask:
 def returns_to_go(batch: Batch, gamma: float) -> Tensor:
     """Discounted sum of the rewards from each sampled token on.  [B, T]
 
-    Text of tools and environments (mask 0) carries it through unchanged: neither discounted nor lost, so that a reward
-    after an observation reaches the turns before it.
+    Text of tools and environments (mask 0) passes the sum on undiscounted, so that a reward after an observation
+    reaches the turns before it.
     """
     total, out = torch.zeros_like(batch.shaped_scores), torch.zeros_like(batch.rewards)
     for t in reversed(range(batch.rewards.shape[1])):
