@@ -1,6 +1,6 @@
 """Published advantages beyond those in train_grpo.py: (batch, cfg) -> [B, T], 0 where nothing was sampled.
 
-A function says what it needs next to itself; see the end of section 5 in train_grpo.py.
+What a function needs is set right below it; see the end of section 5 in train_grpo.py.
 """
 
 import torch
@@ -43,22 +43,23 @@ def opo(batch: Batch, cfg: TrainConfig) -> Tensor:
     length, scores = batch.loss_mask.sum(1).double(), batch.shaped_scores  # [B]
     total = group_mean(length, batch.groups)
     baseline = group_mean(length * scores, batch.groups) / total.clamp(min=1e-8)
-    # Equal scores: 0, without what rounding leaves of it.
-    compared = differ(group_std(scores, batch.groups), group_mean(scores, batch.groups))
-    return spread(torch.where(compared, (scores - baseline).to(scores.dtype), 0.0), batch.loss_mask)
+    # Equal scores: exactly 0, without rounding errors.
+    scores_differ = differ(group_std(scores, batch.groups), group_mean(scores, batch.groups))
+    return spread(torch.where(scores_differ, (scores - baseline).to(scores.dtype), 0.0), batch.loss_mask)
 
 
 def gpg(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """alpha (s - group mean), alpha = rows / rows of groups with differing scores, over all ranks: silent groups do not
-    shrink the step.  2504.02546 (some implementations count non-zero *scores* instead).  [B, T]"""
+    """alpha (s - group mean), alpha = rows / rows of groups whose scores differ, over all ranks, so silent groups do
+    not shrink the step.  2504.02546 (some implementations count non-zero *scores* instead).  [B, T]"""
     scores = batch.shaped_scores
     informative = differ(group_std(scores, batch.groups), group_mean(scores, batch.groups))
-    rows, speaking = utils.all_sum(torch.stack([torch.ones_like(informative).sum(), informative.sum()])).tolist()
-    return spread(center_by_group(scores, batch.groups) * rows / max(speaking, 1), batch.loss_mask)
+    rows, differing = utils.all_sum(torch.stack([torch.ones_like(informative).sum(), informative.sum()])).tolist()
+    return spread(center_by_group(scores, batch.groups) * rows / max(differing, 1), batch.loss_mask)
 
 
 def grpo_passk(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Best of the group minus the second best, to the best alone: trains pass@k. 0 for ties.  2503.19595.  [B, T]"""
+    """Best score of the group minus the second best, for the best alone; 0 for ties: trains pass@k.  2503.19595.
+    [B, T]"""
     advantages = torch.zeros_like(batch.shaped_scores)
     for group in batch.groups.unique():
         rows = (batch.groups == group).nonzero()[:, 0]
@@ -79,7 +80,7 @@ def maxrl(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 def no_shift_of_raw_scores(cfg: TrainConfig) -> str | None:
     if normalised_beforehand(cfg):
-        return "it compares raw scores with a baseline of such; leave out --reward_mean and --reward_std"
+        return "it compares raw scores with a baseline of raw scores; leave out --reward_mean and --reward_std"
     return None
 
 
@@ -90,39 +91,39 @@ def rae(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 rae.compares_group, rae.check = False, no_shift_of_raw_scores
-RAE_DECAY = 0.95  # of the means, a step
+RAE_DECAY = 0.95  # of the old mean, per step
 
 
 def role_means(batch: Batch, means: dict[str, float]) -> Tensor:
-    """The mean of each row's role, the column `role` of the data, with this step's scores in it.  [B]
+    """The running mean of each row's role (the data's column `role`), this step's scores included.  [B]
 
-    means: by role, kept in checkpoints; brought up to date, the same on all ranks, which all call it: decay m + (1 -
-    decay) times the step's mean; a role's first step is its mean.
+    means: by role, kept in checkpoints and updated in place, alike on all ranks: decay m + (1 - decay) times the
+    step's mean, or the step's mean at a role's first step. Collective.
     """
     roles = [str(row.get("role", "")) for row in batch.rows]
-    mine = [] if batch.stand_in else list(zip(roles, batch.scores.tolist(), strict=True))
+    local_scores = [] if batch.stand_in else list(zip(roles, batch.scores.tolist(), strict=True))
     scores: dict[str, list[float]] = {}
-    for role, score in sum(utils.gather_objects(mine), []):
+    for role, score in sum(utils.gather_objects(local_scores), []):
         scores.setdefault(role, []).append(score)
     for role, values in scores.items():
-        now = sum(values) / len(values)
-        means[role] = RAE_DECAY * means.get(role, now) + (1 - RAE_DECAY) * now
+        step_mean = sum(values) / len(values)
+        means[role] = RAE_DECAY * means.get(role, step_mean) + (1 - RAE_DECAY) * step_mean
     return batch.scores.new_tensor([means.get(role, 0.0) for role in roles])
 
 
 def add_at_end(rewards: Tensor, loss_mask: Tensor, values: Tensor) -> Tensor:
-    """Rewards with a value more at each row's last sampled token.  [B, T], [B, T], [B] -> [B, T]"""
+    """Rewards with a value added at each row's last sampled token.  [B, T], [B, T], [B] -> [B, T]"""
     last = (loss_mask * torch.arange(loss_mask.shape[1], device=loss_mask.device)).argmax(1)
     rows = torch.arange(len(rewards), device=rewards.device)
     return rewards.index_put((rows, last), values.to(rewards.dtype), accumulate=True)
 
 
 def normalised(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> Tensor:
-    """Rewards whose sums are the scores less a mean, over a std, as --reward_mean and --reward_std of the row's domain
-    say. The score is the sum of its row, so the mean is taken off once, at the end.  [B, T]
+    """Rewards [B, T] whose row sums are (score - mean) / std, by --reward_mean and --reward_std of the row's domain. A
+    score is the sum of its row, so the mean is subtracted once, at the last sampled token.
 
-    moments: count, sum and sum of squares of all scores so far, by domain; brought up to date. So are, for `rae`, the
-    means of roles, which become batch.baselines.
+    moments: count, sum and sum of squares of all scores so far, by domain; updated in place. For `rae` it also holds
+    the means of roles, which become batch.baselines.
     """
     rewards = batch.rewards
     if cfg.advantage == "rae":
@@ -139,21 +140,21 @@ def normalised(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) 
 
 
 def sizes_of_advantages(batch: Batch) -> dict[str, float]:
-    """Mean size, and the share of completions in groups where all advantages are 0, over all ranks. Collective."""
+    """Mean absolute advantage, and share of completions in groups whose advantages are all 0. Collective."""
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
-    there = torch.full_like(silent, not batch.stand_in)  # [B] 0: the row counts for nothing
+    counted = torch.full_like(silent, not batch.stand_in)  # [B] 0 for a stand-in, which counts for nothing
     return {
         "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
-        "advantages/frac_zero_groups": float(utils.global_mean(silent, there)),
+        "advantages/frac_zero_groups": float(utils.global_mean(silent, counted)),
     }
 
 
 def largest(values: Tensor, loss_mask: Tensor, share: float) -> Tensor:
-    """Where the largest values are: this share of the sampled tokens on all ranks, at least one; equal ones all.
-    [B, T] of bool"""
-    everyone = torch.cat(utils.gather_objects(values[loss_mask > 0].cpu())).sort(descending=True).values
-    threshold = everyone[max(int(share * len(everyone)), 1) - 1] if len(everyone) else 0.0
+    """Marks the largest values: this share of the sampled tokens on all ranks, at least one, and all that equal the
+    smallest of them.  [B, T] of bool"""
+    all_values = torch.cat(utils.gather_objects(values[loss_mask > 0].cpu())).sort(descending=True).values
+    threshold = all_values[max(int(share * len(all_values)), 1) - 1] if len(all_values) else 0.0
     return (values >= threshold) & (loss_mask > 0)
 
 
@@ -173,13 +174,13 @@ reinforce_plus_plus.compares_group = False
 
 
 def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Every reward function normalised in its group, their weighted sum whitened: no function drowns another.
+    """Each reward function is normalised within the group, and the weighted sum whitened: none drowns another.
     2601.05242.  [B, T]"""
     parts, weights = batch.shaped_scores[:, None], [1.0]  # [B, functions]
     if batch.reward_components is not None:
         parts = batch.reward_components
         if parts.isinf().any():
-            raise ValueError('--advantage gdpo: after_rollout must give info["reward_components"], a number a function')
+            raise ValueError('--advantage gdpo: give info["reward_components"] in after_rollout, a number per function')
         weights = cfg.reward_weights or [1.0] * len(parts.T)
     total = sum(w * normalize(s, batch.groups, "group", "group") for w, s in zip(weights, parts.T, strict=True))
     return whiten(spread(total, batch.loss_mask), batch.loss_mask)
@@ -187,7 +188,7 @@ def gdpo(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 def normalises_by_itself(cfg: TrainConfig) -> str | None:
     if normalised_beforehand(cfg) or cfg.kl_in_reward:
-        return "it takes each function's own values: no --reward_mean, --reward_std or --kl_in_reward"
+        return "it takes each function's values as they are: leave out --reward_mean, --reward_std and --kl_in_reward"
     return None
 
 
@@ -208,8 +209,8 @@ def reinforce_plus_plus_baseline(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 def turn(batch: Batch, cfg: TrainConfig) -> Tensor:
-    """Turn-level credit: a turn's discounted return; unless --scale_rewards is none, normalised over the turns of the
-    group.  [B, T]"""
+    """Turn-level credit: the turn's discounted return, normalised over the group's turns unless --scale_rewards is
+    none.  [B, T]"""
     turns, table, pairs = turn_returns(batch, cfg.gamma)
     values = table[pairs.unbind(1)]  # [M]
     if cfg.scale_rewards != "none":
@@ -232,14 +233,14 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
         warn_once(
             "--advantage gigpo: the environment has no state(), so only first turns are compared. See envs/base.py."
         )
-        states = torch.where(k == 1, 0, 1 + rows * table.shape[1] + k)  # no two alike
+        states = torch.where(k == 1, 0, 1 + rows * table.shape[1] + k)  # all different
     else:
         first = (turns[rows] == k[:, None]).long().argmax(1)  # [M] the turn's first token
         states = batch.states[rows, first]
-        # Whether others on this rank have states must not matter: first turns without start at the prompt here, too.
+        # Other rows' states must not change the result: a first turn without one starts at the prompt, as above.
         states = torch.where((k == 1) & (states < 0), 0, states)
-    _, alike = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
-    steps = by_turn(normalize(table[rows, k], alike, "group", "group"), turns, pairs, batch.loss_mask)
+    _, state_group = torch.stack([batch.groups[rows], states]).unique(dim=1, return_inverse=True)  # [M]
+    steps = by_turn(normalize(table[rows, k], state_group, "group", "group"), turns, pairs, batch.loss_mask)
     episodes = spread(normalize(batch.shaped_scores, batch.groups, "group", "group"), batch.loss_mask)
     return episodes + steps
 
@@ -276,9 +277,9 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
     energy = (energy * mask).cumsum(1) * mask
     top, bottom = (torch.zeros_like(energy).index_add(0, index, v)[index] for v in (returns * energy, energy))
     others = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
-    length, longest = mask.sum(1, keepdim=True), (others * mask.sum(1)).amax(1, keepdim=True)  # [B, 1], of the others
+    length, longest = mask.sum(1, keepdim=True), (others * mask.sum(1)).amax(1, keepdim=True)  # [B, 1] each
     since_prompt = torch.arange(mask.shape[1], device=mask.device) - mask.argmax(1, keepdim=True)  # [B, T]
-    # Places behind the end of every other completion of the group: nothing to compare with, so no baseline.
+    # Beyond the end of every other completion of the group there is nothing to compare with, so no baseline.
     alone = (since_prompt >= longest) & (length > longest)
     advantages = (returns - (top / (bottom + 1e-8)).masked_fill(alone, 0.0)) * mask * (size > 1)[:, None]
     return torch.zeros_like(advantages).scatter(1, order, advantages)

@@ -1,4 +1,4 @@
-"""What users' functions say about themselves, and what they returned, looked at before it is trained on."""
+"""Checks users' functions before a run, and what they return before it is trained on."""
 
 import contextlib
 import math
@@ -13,15 +13,16 @@ from batch import BY_ROW
 from config import ConfigError, TrainConfig, known_name
 from inputs.trajectory import stands_in
 
-# Names of what an update logs itself.
+# Statistics that the script itself logs of an update.
 TAKEN = {"loss", "tokens", "rows", "entropy", "lr", "grad_norm", "kl", "not_finite"}
-# Of Batch, if a function asks.
+# Fields of Batch that are filled only if a function's `needs` has them.
 FIELDS = ("old_logprobs", "ref_logprobs", "entropy", "sum_pi_squared", "baselines", "teacher_logprobs", "teacher_top")
 FIELDS += ("current_logprobs",)
 
 
 def check_functions(functions: dict[str, Callable], cfg: TrainConfig) -> None:
-    """ConfigError for settings with which these cannot work. functions: in use, by the flag that names each."""
+    """ConfigError for settings with which these functions cannot work. functions: those in use, by the flag that names
+    each."""
     for name, function in functions.items():
         known_name(f"{name}: .weights", getattr(function, "weights", "agg"), ("agg", "sum"))
         for field in getattr(function, "needs", ()):
@@ -39,7 +40,7 @@ def check_functions(functions: dict[str, Callable], cfg: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def explained(name: str, batch) -> Iterator[None]:
-    """An error within is told what of the batch nobody has computed."""
+    """Adds a note to an error raised within: which fields of the batch are None because no function asks for them."""
     try:
         yield
     except (TypeError, AttributeError, KeyError) as error:
@@ -51,27 +52,28 @@ def explained(name: str, batch) -> Iterator[None]:
         raise
 
 
-# ---- what they returned ---------------------------------------------------------------------------------------------
+# ---- returned values -------------------------------------------------------------------------------------------------
 
 
 def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
-    """What FUNCTION.prepare computes of a batch before it is cut: {name: number, or tensor [B, ...]}."""
-    found, name = {}, f"{getattr(function, '__name__', function)}.prepare"
+    """What FUNCTION.prepare computes of a batch before it is cut into micro-batches:
+    {name: number, or tensor [B, ...]}."""
+    checked_extras, name = {}, f"{getattr(function, '__name__', function)}.prepare"
     if prepare := getattr(function, "prepare", None):
         with explained(name, batch), utils.counted(not batch.stand_in):
             extras = prepare(batch, cfg)
         if taken := extras.keys() & batch.extras.keys():
-            raise ValueError(f"{name} returned {min(taken)!r}, which is there already; rename one.")
+            raise ValueError(f"{name} returned {min(taken)!r}, which batch.extras already has; rename one.")
         for key, value in extras.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             if shape not in ((), (len(batch),), tuple(batch.loss_mask.shape)):
                 raise ValueError(f"{name} returned {key!r} of shape {shape}; give a number, [B] or [B, T].")
-            found[key] = value.to(batch.loss_mask.device) if isinstance(value, Tensor) else float(value)
-    return found
+            checked_extras[key] = value.to(batch.loss_mask.device) if isinstance(value, Tensor) else float(value)
+    return checked_extras
 
 
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """(what an advantage computes, its statistics), if it can be trained on."""
+    """(advantages [B, T], statistics) of an advantage function. ValueError if they cannot be trained on."""
     name = f"advantage {cfg.advantage!r}"
     with explained(name, batch):
         result = advantage(batch, cfg)
@@ -83,7 +85,7 @@ def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict
 
 
 def policy_loss(function: Callable, logprobs: Tensor, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """function(logprobs, batch, cfg), if it is (loss per token, statistics)."""
+    """function(logprobs, batch, cfg), checked: (loss per token, statistics)."""
     name = f"policy loss {cfg.policy_loss!r}"
     with explained(name, batch):
         result = function(logprobs, batch, cfg)
@@ -93,8 +95,8 @@ def policy_loss(function: Callable, logprobs: Tensor, batch, cfg: TrainConfig) -
 
 
 def own_term(function: Callable, logprobs: Tensor, entropy: Tensor, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """What train_grpo.own_term adds to the loss, a scalar: the sum of its tokens, by the loss's weights unless it says
-    `weights = "sum"`; and its statistics."""
+    """What train_grpo.own_term adds to the loss: a scalar, the sum over its tokens, weighted like the loss unless the
+    function sets `weights = "sum"`; and its statistics."""
     with explained("own_term", batch):
         added, numbers = function(logprobs, entropy if entropy.requires_grad else None, batch, cfg)
     weights = 1 if getattr(function, "weights", "agg") == "sum" else batch.weights
@@ -103,7 +105,7 @@ def own_term(function: Callable, logprobs: Tensor, entropy: Tensor, batch, cfg: 
 
 
 def term(name: str, values: Tensor, batch) -> Tensor:
-    """A part of the loss [B, T], if it can be added up and trains something."""
+    """A part of the loss [B, T]; ValueError if it has another shape or trains nothing."""
     values = checked(name, values, batch, "do not average: --loss_agg does")
     if torch.is_grad_enabled() and not values.requires_grad and bool(values.any()):
         raise ValueError(f"{name} returned a term without a gradient, which trains nothing: no .detach() on logprobs.")
@@ -111,8 +113,8 @@ def term(name: str, values: Tensor, batch) -> Tensor:
 
 
 def check_statistics(name: str, statistics: dict, batch) -> dict:
-    """The statistics themselves, if each is a value per token, can be taken for one ([B, 1], a number), or is one per
-    row, [B]."""
+    """The statistics, unchanged. Each must have one value per token or broadcast to that ([B, 1], [1, T], a scalar), or
+    one per row, [B]; ValueError otherwise."""
     rows, length = batch.loss_mask.shape
     if taken := sorted(TAKEN & statistics.keys()):
         raise ValueError(f"{name} returned the statistic {taken[0]!r}, which the script logs; take another name.")
@@ -124,14 +126,15 @@ def check_statistics(name: str, statistics: dict, batch) -> dict:
 
 
 def why_not_finite(batch) -> str:
-    """Which fields of Batch are nan on some sampled tokens: of a teacher that was not asked, of a demonstration."""
+    """Explains nan in an advantage: names the fields of Batch that are nan on some sampled tokens, as where no teacher
+    was asked or for a demonstration."""
     by_token = {n: v for n, v in vars(batch).items() if isinstance(v, Tensor) and v.shape == batch.loss_mask.shape}
     unknown = " and ".join(f"batch.{n}" for n, v in by_token.items() if v[batch.loss_mask > 0].isnan().any())
-    return f"{unknown} has nan on some." if unknown else "Does something divide by a std or a length of 0?"
+    return f"{unknown} has nan on some of them." if unknown else "Does something divide by a std or a length of 0?"
 
 
 def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
-    """[B, T] with 0 where nothing was sampled. ValueError for another shape."""
+    """The matrix [B, T] with 0 where nothing was sampled. ValueError for another shape."""
     shape = tuple(batch.loss_mask.shape)
     if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:
         got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
@@ -143,9 +146,9 @@ def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
 
 
 def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
-    """(trajectories by group, metrics) of what after_rollout returned for those that were sampled. One that has the row
-    of a sampled one has its row number, too. Where some were added to the placeholder of a rank on which all had
-    failed, that goes. Collective."""
+    """(trajectories by group, metrics) from after_rollout's return value; `sampled` are those it was given. A
+    trajectory that has the row of a sampled one gets its row number, too. The placeholder of a rank on which all had
+    failed is dropped if others were added. Collective."""
     trajectories, numbers = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(trajectories, list) or not isinstance(numbers, dict):
         raise TypeError(f"after_rollout must return trajectories, or (trajectories, numbers); got {type(returned)}.")
@@ -157,36 +160,37 @@ def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
 
 
 def metrics_of(numbers: dict, batch) -> dict[str, float]:
-    """`over_ranks` of what a function gave to log of a batch. Of values [B, T] the sampled tokens count. Collective."""
+    """`over_ranks` of the numbers that a function logged for a batch. Values [B, T] count on sampled tokens.
+    Collective."""
     sampled, size = batch.loss_mask > 0, batch.loss_mask.shape
     of_tokens = {n: v[sampled] for n, v in numbers.items() if isinstance(v, Tensor) and v.shape == size}
     return over_ranks(numbers | of_tokens, 0 if batch.stand_in else len(batch))
 
 
 def over_ranks(numbers: dict, rows: int) -> dict[str, float]:
-    """{name: a number, or numbers for each of something} over all ranks, by the rule of `utils.over_ranks`. One number
-    stands for all `rows`, this rank's completions; a rank without any has nothing to say. Collective."""
+    """Averages {name: a number, or several numbers} over all ranks, by the rule of `utils.over_ranks`. A single number
+    stands for all `rows`, this rank's completions; a rank without rows contributes nothing. Collective."""
     sums = {}
     for name, value in numbers.items() if rows else ():
         value = torch.as_tensor(value, dtype=torch.float64)
         if name.endswith("_max"):
             sums[name] = max(value.flatten().tolist(), default=-math.inf), 1
         else:
-            alike = 1 if value.ndim or name.endswith("_sum") else rows
-            sums[name] = float(value.sum()) * alike, value.numel() * alike
+            weight = 1 if value.ndim or name.endswith("_sum") else rows
+            sums[name] = float(value.sum()) * weight, value.numel() * weight
     return utils.over_ranks(sums)
 
 
 def means_of(total: dict[str, Tensor]) -> dict[str, float]:
-    """The "loss" and, of the statistics of a step's updates, the means over "tokens", or "rows", on all ranks. total:
-    this rank's sums, a scalar each. Collective."""
+    """Of a step's updates, over all ranks: the "loss", and the means of the statistics per token, or per row. total:
+    this rank's sums, one scalar each, with "tokens" and "rows". Collective."""
     sums = dict(zip(total, torch.stack([*total.values()]).tolist(), strict=True))  # one read of the GPU
     tokens, rows, loss = sums.pop("tokens"), sums.pop("rows"), float(utils.all_sum(torch.tensor(sums.pop("loss"))))
-    names = set().union(*utils.gather_objects([*sums]))  # a rank may lack one: its tokens count all the same
-    lacking = {name: -math.inf if name.endswith("_max") else 0.0 for name in names}
-    known = (lacking | sums).items()
-    means = utils.over_ranks({n.removeprefix(BY_ROW): (v, rows if n.startswith(BY_ROW) else tokens) for n, v in known})
-    # Effective sample size of the weights, as a share of the tokens: 1 if trainer and generator agree.
+    names = set().union(*utils.gather_objects([*sums]))  # a rank may lack one; its tokens count nevertheless
+    missing = {name: -math.inf if name.endswith("_max") else 0.0 for name in names}
+    items = (missing | sums).items()
+    means = utils.over_ranks({n.removeprefix(BY_ROW): (v, rows if n.startswith(BY_ROW) else tokens) for n, v in items})
+    # Effective sample size of the weights as a share of the tokens: 1 if trainer and generator agree.
     if squared := means.pop("sampling/ratio_squared", None):
         means["sampling/ess"] = means["sampling/ratio_mean"] ** 2 / squared
     return means | {"loss": loss}

@@ -1,4 +1,4 @@
-"""How far trainer and generator are apart on the sampled tokens, and what --reject_by leaves out for it."""
+"""How far apart trainer and generator are on the sampled tokens, and which of these --reject_by leaves out."""
 
 from torch import Tensor
 
@@ -7,7 +7,8 @@ from config import TrainConfig
 
 
 def mismatch(trainer: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
-    """The trainer's minus the generator's log-probs, and their ratio, by token or by sequence.  [B, T] each"""
+    """The trainer's minus the generator's log-probs, and the ratio of probabilities per token or per sequence.  [B, T]
+    each"""
     d = (trainer - batch.sampling_logprobs) * batch.loss_mask
     d = d.nan_to_num().clamp(-20, 20)  # nan: not sampled (demonstrations)
     by_row = d.sum(1, keepdim=True).clamp(-20, 20).expand_as(d)
@@ -15,9 +16,9 @@ def mismatch(trainer: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, T
 
 
 def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
-    """How far trainer and generator are apart.  [B, T] each; weights: `correction`'s"""
-    of_generator = cfg.old_logprobs in ("sampler", "interpolate")  # then pi_old is not the trainer's
-    d, w = mismatch(logprobs.detach() if of_generator else batch.old_logprobs, batch, cfg)
+    """Statistics of how far apart trainer and generator are; weights: those of `correction`.  [B, T] each"""
+    old_from_generator = cfg.old_logprobs in ("sampler", "interpolate")  # then pi_old is not the trainer's
+    d, w = mismatch(logprobs.detach() if old_from_generator else batch.old_logprobs, batch, cfg)
     stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
     stats |= {
         "ratio_mean": w,
@@ -30,12 +31,15 @@ def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: Tr
 
 
 def not_rejected(d: Tensor, mask: Tensor, cfg: TrainConfig) -> Tensor:
-    """Which tokens or completions --reject_by keeps, of d = log trainer / generator: k1 = d, whose exponential has to
-    be within the bounds, k2 = d^2 / 2 or k3 = e^d - 1 - d, of each token, or as the mean, the sum or the largest (k1:
-    and the smallest) of a completion.  [B, T] or [B, 1], bool"""
-    over, _, name = cfg.reject_by.rpartition("_")
+    """Which tokens or completions --reject_by keeps.  [B, T] or [B, 1], bool
+
+    With d = log trainer / generator, a value within the bounds is kept: k1 = e^d, k2 = d^2 / 2 or k3 = e^d - 1 - d. It
+    is taken per token, or per completion as the mean or the sum (of d for k1), or as the largest value (for k1 the
+    smallest, too).
+    """
+    level, _, name = cfg.reject_by.rpartition("_")
     values = {"k1": d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[name] * mask
-    values = {"seq_mean": row_mean(values, mask), "seq_sum": values.sum(1, keepdim=True)}.get(over, values)
+    values = {"seq_mean": row_mean(values, mask), "seq_sum": values.sum(1, keepdim=True)}.get(level, values)
     values = values.exp() if name == "k1" else values
     keep = (values >= cfg.reject_bounds[0]) & (values <= cfg.reject_bounds[1])
-    return (keep | (mask == 0)).all(1, keepdim=True) if over == "seq_max" else keep
+    return (keep | (mask == 0)).all(1, keepdim=True) if level == "seq_max" else keep

@@ -1,7 +1,7 @@
-"""On-policy distillation: the policy samples, a teacher says how likely it finds each of the sampled tokens.
+"""On-policy distillation: the policy samples, and a teacher gives the log-probability of each sampled token.
 
-What it says is learned from as an advantage (`distill`), or, with its likeliest tokens, as a term beside the loss
-(`divergence`). Where no teacher was asked (a domain without one, a demonstration) both are 0.
+The policy learns from these as an advantage (`distill`) or, with the teacher's likeliest tokens, as a term added to the
+loss (`divergence`). Where no teacher was asked (a domain without one, a demonstration) both are 0.
 """
 
 import math
@@ -15,11 +15,11 @@ from batch import Batch, normalize, spread
 from config import ConfigError, TrainConfig
 
 FAR = 3.0  # nats: the teacher gives a token less than a twentieth of what the policy does
-NOTHING = -1e4  # a log-prob whose probability is 0, and 0 times which is no nan
+NOTHING = -1e4  # a log-prob of probability 0; unlike with -inf, 0 times it is not nan
 
 
 def gap(batch: Batch) -> Tensor:
-    """log p_teacher - log p_policy of the sampled tokens, whose mean is minus the reverse KL; 0 elsewhere.  [B, T]"""
+    """log p_teacher - log p_policy of sampled tokens, 0 elsewhere; its mean is minus the reverse KL.  [B, T]"""
     if batch.teacher_logprobs is None:
         return torch.zeros_like(batch.loss_mask)
     policy = batch.sampling_logprobs if batch.old_logprobs is None else batch.old_logprobs
@@ -32,12 +32,12 @@ def rewards_count(cfg: TrainConfig) -> bool:
 
 
 def about_place(values: Tensor, mask: Tensor) -> Tensor:
-    """Minus the mean of the step's other tokens at the same place of their completions, over all ranks, which all call
-    it; of none 0. A token's own value in the mean would take a part of its gradient away.  [B, T]"""
-    place = (mask.cumsum(1) * mask).long()  # [B, T] 1, 2, ... of the sampled tokens; 0: none
-    most = utils.all_max(int(place.max()))
-    place = place.clamp(max=most)  # a rank without rows of the domain has a completion of another one here
-    sums = values.new_zeros(2, most + 1, dtype=torch.float64)
+    """Values minus the mean of the step's other tokens (0 if there are none) at the same place of their completions.
+    The mean leaves the token itself out, as it would take away a part of its gradient. Collective.  [B, T]"""
+    place = (mask.cumsum(1) * mask).long()  # [B, T] 1, 2, ... on sampled tokens; 0 elsewhere
+    last_place = utils.all_max(int(place.max()))
+    place = place.clamp(max=last_place)  # a stand-in may be longer than the domain's rows
+    sums = values.new_zeros(2, last_place + 1, dtype=torch.float64)
     sums[0].scatter_add_(0, place.flatten(), (values * mask).flatten().double())
     sums[1].scatter_add_(0, place.flatten(), mask.flatten().double())
     total, count = utils.all_sum(sums)
@@ -49,16 +49,16 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
     """grpo's advantage + distill_coef * R_t, R_t = log p_teacher - log p_policy at token t, within 20 nats: the sampled
     reverse KL. With all rewards 0 it is pure distillation.
 
-    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025. Not in it is --distill_baseline place: R_t minus the
-    mean of the step's other tokens at that place t. The gradient expected is the same, and
-    far from the teacher, where every token's gap is negative, most of the noise is gone.  [B, T]
+    K. Lu, Thinking Machines, "On-Policy Distillation", Oct. 2025. An addition to it is --distill_baseline place: R_t
+    minus the mean of the step's other tokens at place t. The expected gradient is the same, but far from the teacher,
+    where every token's gap is negative, most of the noise is gone.  [B, T]
     """
-    said = gap(batch).clamp(-20, 20)
+    teacher_gap = gap(batch).clamp(-20, 20)
     rewarded = spread(normalize(batch.shaped_scores, batch.groups, "group", cfg.scale_rewards), batch.loss_mask)
     if cfg.distill_baseline == "place":
-        asked = batch.loss_mask if batch.teacher_logprobs is None else batch.loss_mask * ~batch.teacher_logprobs.isnan()
-        said = about_place(said, asked)
-    return rewarded + cfg.distill_coef * said
+        mask = batch.loss_mask if batch.teacher_logprobs is None else batch.loss_mask * ~batch.teacher_logprobs.isnan()
+        teacher_gap = about_place(teacher_gap, mask)
+    return rewarded + cfg.distill_coef * teacher_gap
 
 
 distill.needs = ("teacher_logprobs",)
@@ -67,11 +67,11 @@ distill.compares_group = rewards_count
 
 
 def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:
-    """Log-probs of k tokens, and behind them of all others together.  [..., k], [..., k] -> [..., k + 1]"""
+    """Log-probs of k tokens, followed by that of all other tokens together.  [..., k], [..., k] -> [..., k + 1]"""
     logprobs = logprobs.masked_fill(~known, NOTHING)
     mass = logprobs.exp().sum(-1, keepdim=True)
-    above = (mass.detach() - (1 - 1e-6)).clamp(min=0)  # by rounding it may be 1 and more; its gradient stays
-    return torch.cat([logprobs, torch.log1p(above - mass)], -1)
+    excess = (mass.detach() - (1 - 1e-6)).clamp(min=0)  # rounding can make the mass 1 or more; it keeps its gradient
+    return torch.cat([logprobs, torch.log1p(excess - mass)], -1)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def divergence(part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """Distance of teacher T and policy S over the teacher's k likeliest tokens and the rest as one more, with its whole
-    gradient, not that of the sampled token alone; statistics.  [B, T]
+    """Distance of teacher T and policy S over the teacher's k likeliest tokens, with all others as one more token; and
+    statistics. Its gradient covers all k tokens, not only the sampled one.  [B, T]
 
     b = --distill_jsd: KL(T || S) at 0, KL(S || T) at 1, between them GKD's b KL(T || M) + (1 - b) KL(S || M) with
     M = b T + (1 - b) S.  2306.13649 eq. 1 and sec. 3
@@ -101,28 +101,28 @@ def divergence(part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
 
 @torch.no_grad()
 def distill_metrics(batch: Batch) -> dict[str, float]:
-    """How far teacher and policy are apart on the tokens that it was asked about, over all ranks, which all call it."""
-    differs = batch.teacher_logprobs - batch.sampling_logprobs
-    known = ((batch.loss_mask > 0) & differs.isfinite()).float()
-    first = known * (known.cumsum(1) == 1)
-    means = {"reverse_kl": (-differs, known), "far_below": ((differs < -FAR).float(), known)}
-    means |= {"first_gap": (differs, first), "asked": (known, batch.loss_mask)}
+    """How far apart teacher and policy are on the tokens that the teacher scored, over all ranks. Collective."""
+    gaps = batch.teacher_logprobs - batch.sampling_logprobs
+    scored = ((batch.loss_mask > 0) & gaps.isfinite()).float()
+    first = scored * (scored.cumsum(1) == 1)
+    means = {"reverse_kl": (-gaps, scored), "far_below": ((gaps < -FAR).float(), scored)}
+    means |= {"first_gap": (gaps, first), "asked": (scored, batch.loss_mask)}
     if batch.teacher_top is not None:
         top = batch.teacher_top_logprobs.exp()
-        among = ((batch.teacher_top == batch.input_ids[..., None]) & (top > 0)).any(-1)
-        means |= {"top_mass": (top.sum(-1), known), "outside_top": ((~among).float(), known)}
+        in_top = ((batch.teacher_top == batch.input_ids[..., None]) & (top > 0)).any(-1)
+        means |= {"top_mass": (top.sum(-1), scored), "outside_top": ((~in_top).float(), scored)}
     return {f"distill/{name}": float(utils.global_mean(*values)) for name, values in means.items()}
 
 
 def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
-    """ConfigError where something asks for a teacher that is not there, or a teacher teaches nothing."""
-    asked = [flag for flag, function in functions.items() if "teacher_logprobs" in getattr(function, "needs", ())]
-    top = [flag for flag, function in functions.items() if "teacher_top" in getattr(function, "needs", ())]
-    uses = [*asked, *top, *([f"--distill_topk {cfg.distill_topk}"] if cfg.distill_topk else [])]
+    """ConfigError if something needs a teacher and there is none, or nothing learns from the teacher."""
+    flags = [flag for flag, function in functions.items() if "teacher_logprobs" in getattr(function, "needs", ())]
+    tops = [flag for flag, function in functions.items() if "teacher_top" in getattr(function, "needs", ())]
+    uses = [*flags, *tops, *([f"--distill_topk {cfg.distill_topk}"] if cfg.distill_topk else [])]
     if uses and not cfg.has_teacher:
         raise ConfigError(f"{uses[0]}: there is no teacher; give --teacher_urls, --teacher_id or --teacher_prompt.")
-    if top and not cfg.distill_topk:
-        raise ConfigError(f"{top[0]} reads batch.teacher_top, which --distill_topk K asks for; add --distill_topk 20.")
+    if tops and not cfg.distill_topk:
+        raise ConfigError(f"{tops[0]} reads batch.teacher_top, which needs --distill_topk K; add --distill_topk 20.")
     if cfg.has_teacher and not uses and cfg.distill_coef:
         raise ConfigError(
             "nothing learns from the teacher: add --advantage distill or --distill_topk 20, or --distill_coef 0."

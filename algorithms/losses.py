@@ -1,7 +1,6 @@
 """Published policy losses beyond those in train_grpo.py: (logprobs, batch, cfg) -> loss per token, statistics.
 
-All are [B, T]. A function says what it needs next to itself; see the end of section 5 in
-train_grpo.py.
+All are [B, T]. What a function needs is set right below it; see the end of section 5 in train_grpo.py.
 """
 
 from collections.abc import Callable
@@ -36,9 +35,9 @@ def luspo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dic
 
 
 def gmpo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """Geometric mean of the ratios, each clipped in log space against its advantage's sign: -epsilon, epsilon_high (.4
-    each in the paper). In a token form, as gspo's: the value is the row's, the gradient each token's own, with its own
-    advantage, and 0 where the clip binds.  2507.20673.  [B, T]"""
+    """Geometric mean of the ratios, each clipped in log space on the side of its advantage's sign: -epsilon,
+    epsilon_high (.4 each in the paper). In token form, like gspo: the value is the row's, the gradient each token's
+    own, with its own advantage, and 0 where the clip binds.  2507.20673.  [B, T]"""
     d, sign = log_ratio(logprobs, batch), batch.advantages.sign()
     clipped = sign * torch.min(sign * d, sign * d.clamp(-cfg.epsilon, cfg.epsilon_high))
     low, high = (d < -cfg.epsilon) & (sign < 0), (d > cfg.epsilon_high) & (sign > 0)
@@ -89,8 +88,8 @@ def vespo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dic
 
 def dppo_tv(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """-sg(min(ratio, 20)) A log pi while the token's probability moved by at most epsilon / epsilon_high in A's
-    direction: divergence PPO, binary total variation.  2602.04879. + dppo_tau log-ratio^2 on all tokens, masked or not:
-    prime-rl's loss with --old_logprobs sampler.  [B, T]"""
+    direction: divergence PPO, binary total variation.  2602.04879.  Plus dppo_tau log-ratio^2 on all tokens, whether
+    they moved too far or not: with --old_logprobs sampler this is prime-rl's loss.  [B, T]"""
     moved = (logprobs.exp() - batch.old_logprobs.exp()).detach()
     return within_divergence(moved.abs(), moved, logprobs, batch, cfg)
 
@@ -111,39 +110,39 @@ def within_divergence(divergence: Tensor, moved: Tensor, logprobs, batch: Batch,
 
 
 # clip_cov and kl_cov (2505.22617) hold back the tokens that reduce the entropy most: those that contribute most to the
-# covariance of advantage and log-prob. Four tokens, mean of A 0, mean of log pi -1.05:
+# covariance of advantage and log-prob. An example of four tokens; the mean of A is 0, that of log pi -1.05:
 #
 #     A         1     1    -1    -1
 #     log pi  -0.1  -2.0  -0.1  -2.0     (the first and third were likely, the others rare)
 #     share   +0.95 -0.95 -0.95 +0.95    = (A - 0) (log pi + 1.05)
 #
-# The first token is likely and is made likelier, the last is rare and is made rarer: both make the distribution
-# sharper, and these are held back. They are chosen among all tokens of the update on all ranks; chosen per micro-batch
-# they would depend on the number of micro-batches.
+# The first token is likely and becomes likelier, the last is rare and becomes rarer. Both sharpen the distribution, so
+# both are held back. Tokens are chosen among all of the update on all ranks: a choice per micro-batch would depend on
+# the number of micro-batches.
 
 
 def covariance(batch: Batch) -> Tensor:
-    """(A - mean A) (log pi - mean log pi) of each token, means over the update's tokens on all ranks.  [B, T]"""
+    """(A - mean A) (log pi - mean log pi) of each token; means over the update's tokens on all ranks.  [B, T]"""
     mask, logprobs = batch.loss_mask > 0, batch.current_logprobs
     means = [utils.global_moments(values, mask)[1] for values in (batch.advantages, logprobs)]
     return (batch.advantages - means[0]) * (logprobs - means[1])
 
 
 def drawn(candidates: Tensor, count: int, seed: int) -> Tensor:
-    """`count` of the candidates on all ranks, at random: the same ones however their rows are dealt, in this order, to
-    ranks.  [B, T] of bool"""
+    """`count` random ones of the candidates on all ranks; which ones does not depend on how the rows, in this order,
+    are dealt to ranks.  [B, T] of bool"""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     count_of = dict(utils.gather_objects((rank, int(candidates.sum()))))
     order = torch.randperm(sum(count_of.values()), generator=torch.Generator().manual_seed(seed))
     before = sum(number for other, number in count_of.items() if other < rank)
-    mine = torch.isin(before + torch.arange(int(candidates.sum())), order[:count])
-    return torch.zeros_like(candidates).masked_scatter(candidates, mine.to(candidates.device))
+    is_drawn = torch.isin(before + torch.arange(int(candidates.sum())), order[:count])
+    return torch.zeros_like(candidates).masked_scatter(candidates, is_drawn.to(candidates.device))
 
 
 @torch.no_grad()
 def random_of_high_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
-    """Tokens with a covariance between clip_cov_min and clip_cov_max that the ratio's clip does not silence already, a
-    random few of them.  [B, T] of bool"""
+    """A random few of the tokens whose covariance is between clip_cov_min and clip_cov_max and which the ratio's clip
+    does not silence already.  [B, T] of bool"""
     cov, ratio = covariance(batch), log_ratio(batch.current_logprobs, batch).exp()
     clipped = clipped_surrogate(ratio, batch, cfg)[1]["clip_ratio/region_mean"] > 0
     candidates = (batch.loss_mask > 0) & (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped
@@ -153,14 +152,14 @@ def random_of_high_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tenso
 
 @torch.no_grad()
 def highest_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
-    """The kl_cov_ratio of the tokens with the highest covariance.  [B, T] of bool"""
+    """The share kl_cov_ratio of the tokens, those with the highest covariance.  [B, T] of bool"""
     return {"chosen": largest(covariance(batch), batch.loss_mask, cfg.kl_cov_ratio)}
 
 
 def chosen_by(prepare: Callable, logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
-    """The tokens that `prepare` has chosen for the update; of a batch that is the whole update it does so now."""
-    found = batch.extras if "chosen" in batch.extras else prepare(replace(batch, current_logprobs=logprobs), cfg)
-    return found["chosen"]
+    """The tokens that `prepare` chose for the update. Without its extras the batch is the whole update: choose now."""
+    extras = batch.extras if "chosen" in batch.extras else prepare(replace(batch, current_logprobs=logprobs), cfg)
+    return extras["chosen"]
 
 
 def clip_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -172,7 +171,7 @@ def clip_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, 
 
 def kl_cov(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """-A ratio + coef |log-ratio| on the tokens with the highest covariance. At ratio 1 the penalty has no gradient, so
-    it needs several updates a step.  2505.22617.  [B, T]"""
+    it needs several updates per step.  2505.22617.  [B, T]"""
     chosen = chosen_by(highest_covariance, logprobs, batch, cfg)  # [B, T]
     d = log_ratio(logprobs, batch)
     return -batch.advantages * d.exp() + cfg.kl_cov_coef * d.abs() * chosen, {"kl_cov/chosen": chosen.float()}

@@ -1,5 +1,5 @@
-"""The backward pass that a micro-batch can do without: where all completions of a prompt scored alike, most losses have
-no gradient."""
+"""Skips the backward pass of micro-batches without a gradient: under most losses those where all completions of a
+prompt scored alike."""
 
 import torch
 from torch import Tensor, nn
@@ -8,12 +8,12 @@ import utils
 
 
 class TwoStageBackward:
-    """Calls the policy for a loss, and takes the loss's gradient back through it, in two stages: first by what the
-    policy returned (log-probs, entropy), which is cheap, then from there through the model."""
+    """Calls the policy for a loss, and takes the loss's gradient back in two stages: first to what the policy returned
+    (log-probs, entropy), which is cheap, then from there through the model."""
 
     def __init__(self, policy: nn.Module):
         self.policy = policy
-        self.pairs: list[tuple[Tensor, Tensor]] = []  # what it returned, and leaves of the same values for the loss
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # (an output of the policy, its values as a leaf)
 
     def __call__(self, *inputs) -> list[Tensor]:
         returned = self.policy(*inputs)
@@ -22,9 +22,9 @@ class TwoStageBackward:
         return leaves
 
     def backward(self, loss: Tensor, may_skip: bool) -> bool:
-        """`loss.backward()`; with may_skip without the second stage, if the first finds a gradient of 0 on all
-        ranks. This is not concluded from advantages of 0: a KL term may have one all the same. All ranks take the same
-        branch, or FSDP's collectives would not match. Returns whether it was skipped."""
+        """Like `loss.backward()`. With may_skip the second stage is left out if the first finds a gradient of 0 on
+        all ranks; returns whether it was. Advantages of 0 would not be enough to tell: a KL term may still have a
+        gradient. All ranks take the same branch, as FSDP's collectives have to match."""
         returned, leaves = zip(*self.pairs, strict=True)
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         if may_skip and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):

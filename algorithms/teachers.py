@@ -1,14 +1,14 @@
-"""Who teaches a trajectory, behind which prompt, and what comes of it: between rollouts and serving/teacher.py.
+"""Connects rollouts with teachers: who teaches a trajectory, behind which prompt, and how its answer enters the batch.
 
-A teacher is one of three, by the settings of the row's domain:
+The settings of the row's domain choose one of three teachers:
 
-    --teacher_urls      servers: asked about each trajectory as it ends, beside its rewards (`tell`)
+    --teacher_urls      servers: asked about each trajectory as it ends, in parallel with its rewards (`tell`)
     --teacher_id        a frozen model in this process: asked about the whole step (`add`)
-    --teacher_prompt    without either of these: the policy itself, which sees more than it saw when it sampled
+    --teacher_prompt    without either of these: the policy itself, given more than it saw when it sampled
 
-With --teacher_prompt the teacher sees another prompt, and behind it the tokens as they were sampled: a column of the
-data set, or a function (trajectory) -> text or chat messages, rendered as prompts are. A function is called when the
-trajectory has its rewards (`trajectory.info["rewards"]`); None from it: no teacher for this one.
+--teacher_prompt shows the teacher another prompt, followed by the tokens as they were sampled. It is a column of the
+data set, or a function (trajectory) -> text or chat messages, rendered as prompts are. A function is called once the
+trajectory has its rewards (`trajectory.info["rewards"]`); if it returns None, no teacher is asked for this trajectory.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from serving.teacher import TeacherError, TeacherServers
 
 
 def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
-    """ConfigError for a teacher that cannot teach this policy, before anything is trained. rows: of the domain."""
+    """ConfigError for a teacher that cannot teach this policy, before anything is trained. rows: the domain's."""
     if cfg.teacher_prompt and function_path(cfg.teacher_prompt):
         load_function(cfg.teacher_prompt)
     elif cfg.teacher_prompt:
@@ -57,14 +57,14 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
 
 
 def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> None:
-    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. instead: what else
-    could be done."""
+    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. instead: what the
+    message suggests."""
     name, of_policy = getattr(cfg, flag.removeprefix("--")), load_config(cfg.model_id)
-    kind, theirs = load_config(name).model_type, load_processor(name)
-    unlike = tokenizer.get_vocab().items() - getattr(theirs, "tokenizer", theirs).get_vocab().items()
-    if unlike or (takes_images(of_policy) and kind != of_policy.model_type):
-        text, token = min(unlike, key=lambda pair: pair[1], default=("", 0))
-        first = f" (token {token} is {text!r} for the policy)" if unlike else ""
+    kind, processor = load_config(name).model_type, load_processor(name)
+    differing = tokenizer.get_vocab().items() - getattr(processor, "tokenizer", processor).get_vocab().items()
+    if differing or (takes_images(of_policy) and kind != of_policy.model_type):
+        text, token = min(differing, key=lambda pair: pair[1], default=("", 0))
+        first = f" (token {token} is {text!r} for the policy)" if differing else ""
         raise ConfigError(f"{flag}={name}, a {kind}, reads other text or images than the policy{first}; {instead}.")
 
 
@@ -73,7 +73,7 @@ def servers(cfg: TrainConfig) -> TeacherServers:
 
 
 @functools.cache
-def _servers(urls: tuple, *how) -> TeacherServers:  # one a process, which knows what was said at start
+def _servers(urls: tuple, *how) -> TeacherServers:  # one per process: it remembers what the servers reported at start
     return TeacherServers(list(urls), *how)
 
 
@@ -81,35 +81,37 @@ def _servers(urls: tuple, *how) -> TeacherServers:  # one a process, which knows
 
 
 async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scored: asyncio.Future) -> None:
-    """Have the teacher's servers say what they find of each trajectory: teacher_logprobs, teacher_top and
-    info["teacher_seconds"]; of a teacher in this process, what it is to see: info["teacher_prompt"].
+    """Ask the teacher's servers about each trajectory and fill in teacher_logprobs, teacher_top and
+    info["teacher_seconds"]. For a teacher in this process, fill in the prompt that it is to see:
+    info["teacher_prompt"].
 
-    scored: ends when the trajectories have their rewards. One that could not be scored is left out (info["failure"]).
+    scored: a future that ends when the trajectories have their rewards. A trajectory that the teacher could not score
+    is left out (info["failure"]).
     """
     if not cfg.has_teacher or cfg.purpose != "train":
         return
     if cfg.teacher_prompt and function_path(cfg.teacher_prompt):
         await asyncio.wait([scored])
 
-    async def one(trajectory: Trajectory) -> None:
+    async def tell_one(trajectory: Trajectory) -> None:
         try:
-            shown = await shown_to_teacher(trajectory, generator, cfg)
-            if shown is not None and cfg.teacher_urls:
-                await ask(trajectory, shown, cfg)
-            elif shown is not None and cfg.teacher_prompt:
+            prompt = await shown_to_teacher(trajectory, generator, cfg)
+            if prompt is not None and cfg.teacher_urls:
+                await ask(trajectory, prompt, cfg)
+            elif prompt is not None and cfg.teacher_prompt:
                 if later_images(trajectory):
                     raise TeacherError(
-                        "images of tools cannot be shown behind --teacher_prompt here; give --teacher_urls"
+                        "--teacher_prompt in this process cannot show images of tools; give --teacher_urls"
                     )
-                trajectory.info["teacher_prompt"] = shown
+                trajectory.info["teacher_prompt"] = prompt
         except TeacherError as error:
             trajectory.info["failure"] = TrajectoryError(str(error), trajectory.row)
 
-    await asyncio.gather(*map(one, trajectories))
+    await asyncio.gather(*map(tell_one, trajectories))
 
 
 async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) -> Prompt | None:
-    """The prompt behind which the teacher sees the sampled tokens; None where it is not to be asked."""
+    """The prompt behind which the teacher sees the sampled tokens; None if it is not to be asked."""
     if not cfg.teacher_prompt:
         sent, *_ = trajectory.info.get("sent", (trajectory.prompt_ids,))
         return Prompt(trajectory.prompt_ids, sent, trajectory.images)
@@ -118,8 +120,8 @@ async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) 
         function = functools.partial(load_function(cfg.teacher_prompt), trajectory)
         outcome = await run_limited(function, {}, cfg.reward_timeout, unread)
         if outcome is None:
-            took = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
-            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {took}")
+            late = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
+            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {late}")
         messages, error = outcome
         if error is not None:
             raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} raised {error!r:.300}") from error
@@ -137,19 +139,19 @@ async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) 
 
 
 def later_images(trajectory: Trajectory) -> list:
-    """Those of tools and environments, behind the prompt's."""
+    """The images that tools and environments added after the prompt's."""
     return trajectory.images[trajectory.info["sent"][2] :] if "sent" in trajectory.info else []
 
 
-async def ask(trajectory: Trajectory, shown: Prompt, cfg: TrainConfig) -> None:
+async def ask(trajectory: Trajectory, prompt: Prompt, cfg: TrainConfig) -> None:
     began, mask = time.perf_counter(), trajectory.loss_mask
-    _, after, _ = trajectory.info.get("sent", (None, trajectory.token_ids, None))
-    expanded = shown.token_ids + trajectory.token_ids
-    said = await servers(cfg).score(shown.sent_ids + after, cfg.distill_topk, shown.images, expanded)
-    start = len(shown.token_ids) - 1  # said[0] is of the second token
-    trajectory.teacher_logprobs = [p if m else 0.0 for p, m in zip(said.logprobs[start:], mask, strict=True)]
+    _, sent_tokens, _ = trajectory.info.get("sent", (None, trajectory.token_ids, None))
+    expanded = prompt.token_ids + trajectory.token_ids
+    answer = await servers(cfg).score(prompt.sent_ids + sent_tokens, cfg.distill_topk, prompt.images, expanded)
+    start = len(prompt.token_ids) - 1  # answer's item 0 is for the second token
+    trajectory.teacher_logprobs = [p if m else 0.0 for p, m in zip(answer.logprobs[start:], mask, strict=True)]
     if cfg.distill_topk:
-        trajectory.teacher_top = said.top_ids[start:].clone(), said.top_logprobs[start:].clone()
+        trajectory.teacher_top = answer.top_ids[start:].clone(), answer.top_logprobs[start:].clone()
     trajectory.info["teacher_seconds"] = time.perf_counter() - began
 
 
@@ -165,15 +167,15 @@ def load(cfg: TrainConfig, device: torch.device, load_frozen: Callable) -> nn.Mo
 
 
 def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig, all_logprobs) -> dict:
-    """Adds a teacher's log-probs to a step's batch, and returns metrics. Servers have sent theirs while sampling; those
-    of a teacher in this process are computed here. run, all_logprobs: train_grpo.py's."""
+    """Adds the teacher's log-probs to a step's batch and returns metrics. Servers have sent theirs during sampling;
+    those of a teacher in this process are computed here. run, all_logprobs: train_grpo.py's."""
     if not cfg.has_teacher:
         return {}
-    took = torch.tensor([t.info["teacher_seconds"] for t in trajectories if "teacher_seconds" in t.info])
-    metrics = checks.over_ranks({"distill/seconds": took, "distill/seconds_max": took}, len(took))
+    seconds = torch.tensor([t.info["teacher_seconds"] for t in trajectories if "teacher_seconds" in t.info])
+    metrics = checks.over_ranks({"distill/seconds": seconds, "distill/seconds_max": seconds}, len(seconds))
     complete(batch, cfg)
     if in_this_process(cfg):
-        teacher = run.teacher or run.policy  # itself, by another prompt
+        teacher = run.teacher or run.policy  # the policy itself, with another prompt
         seen, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
         unwrapped(teacher).top = cfg.distill_topk
         # [B, T], [B, T, k]: its log-probs, its tokens
@@ -186,7 +188,7 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
 
 
 def complete(batch: Batch, cfg: TrainConfig) -> None:
-    """The same fields on every rank, also where no server was asked: nan, and no likeliest tokens."""
+    """Gives every rank the same fields, also where no server was asked: nan, and no likeliest tokens."""
     mask = batch.loss_mask
     if batch.teacher_logprobs is None:
         batch.teacher_logprobs = torch.zeros_like(mask).masked_fill(mask > 0, math.nan)
@@ -201,37 +203,38 @@ def in_this_process(cfg: TrainConfig) -> bool:
 
 
 def as_seen(batch: Batch, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig) -> Batch:
-    """The batch behind the prompts that the teacher sees (--teacher_prompt); each row has the same sampled tokens."""
+    """The batch as the teacher sees it, behind its own prompts (--teacher_prompt); each row's sampled tokens are
+    unchanged."""
     if not any(domain.teacher_prompt for domain in cfg.by_domain()):
         return replace(batch, routed_experts=None, teacher_top=None)
 
     def seen(t: Trajectory) -> Trajectory:
-        shown = t.info.get("teacher_prompt", Prompt(t.prompt_ids, [], [], t.info.get("model_inputs", {})))
-        info = {"model_inputs": shown.model_inputs}
-        return replace(t, prompt_ids=shown.token_ids, teacher_logprobs=None, teacher_top=None, info=info)
+        prompt = t.info.get("teacher_prompt", Prompt(t.prompt_ids, [], [], t.info.get("model_inputs", {})))
+        info = {"model_inputs": prompt.model_inputs}
+        return replace(t, prompt_ids=prompt.token_ids, teacher_logprobs=None, teacher_top=None, info=info)
 
-    made = collate([seen(t) for t in trajectories], pad_id, batch.input_ids.device)
-    return replace(made, groups=batch.groups)
+    teacher_batch = collate([seen(t) for t in trajectories], pad_id, batch.input_ids.device)
+    return replace(teacher_batch, groups=batch.groups)
 
 
 def enter(
     batch: Batch, seen: Batch, trajectories: list[Trajectory], logprobs: Tensor, top: list[Tensor], cfg: TrainConfig
 ) -> None:
-    """What a teacher in this process said of `seen`, [B, T'] and [B, T', k], into the batch; of the trajectories that
-    it was to be asked about. Their sampled tokens are the same, in the same order."""
-    here = [
+    """Copies the answer of a teacher in this process, [B, T'] and [B, T', k] for the batch `seen`, into the batch, for
+    the trajectories that it was asked about. Their sampled tokens are the same in both, in the same order."""
+    asked = [
         "teacher_prompt" in t.info if domain.teacher_prompt else domain.teacher_id is not None
         for t, domain in ((t, cfg.of(t.row)) for t in trajectories)
     ]
-    here = torch.tensor(here, device=logprobs.device)[:, None]  # [B, 1]
-    ours, theirs = here & (batch.loss_mask > 0), here & (seen.loss_mask > 0)
-    batch.teacher_logprobs[ours] = logprobs[theirs]
+    asked = torch.tensor(asked, device=logprobs.device)[:, None]  # [B, 1]
+    in_batch, in_seen = asked & (batch.loss_mask > 0), asked & (seen.loss_mask > 0)
+    batch.teacher_logprobs[in_batch] = logprobs[in_seen]
     if top:
-        batch.teacher_top_logprobs[ours], batch.teacher_top[ours] = (values[theirs] for values in top)
+        batch.teacher_top_logprobs[in_batch], batch.teacher_top[in_batch] = (values[in_seen] for values in top)
 
 
 def drop_unknown(batch: Batch, vocab_size: int) -> None:
-    """Likeliest tokens that the policy's logits do not have: a larger model's are padded to a larger number."""
+    """Drops likeliest tokens that the policy's logits do not have: larger models pad their vocabulary further."""
     if batch.teacher_top is not None:
         unknown = batch.teacher_top >= vocab_size
         batch.teacher_top_logprobs.masked_fill_(unknown, -math.inf)
