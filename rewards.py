@@ -5,31 +5,32 @@ A reward function keeps TRL's call, so that one written for TRL runs unchanged:
     def my_reward(completions, answer, **columns):              # completions, prompts, completion_ids, every column
         return [float(completion_text(c) == a) for c, a in zip(completions, answer)]
 
-* Every argument is passed by keyword and is a list with one element a completion. `completions` are strings, or
+* Every argument is passed by keyword and is a list with one element per completion. `completions` are strings, or
   [{"role": "assistant", "content": ...}] where the prompt is chat messages; `completion_text` takes both. `prompts` are
-  the rows' prompts, `completion_ids` the token ids. A function without ** gets only what its signature names. Of
-  several turns the messages have all, answers of tools included, and an assistant message the calls that were read in
-  it, as `tool_calls`; a string has what the model said.
-* A call has the completions of one prompt together. Of several turns it waits for the last of them; if every function
-  in use says `my_reward.per_trajectory = True`, as those here do, each trajectory is scored by itself as it ends.
+  the rows' prompts, `completion_ids` the token ids. A function without ** gets only what its signature names. With
+  several turns the messages are those of all turns, including answers of tools; an assistant message holds the calls
+  that were read in it as `tool_calls`. A string then holds what the model said.
+* A call has the completions of one prompt together, and so waits for the last trajectory. If every function in use sets
+  `my_reward.per_trajectory = True`, as those here do, each trajectory is scored by itself as it ends.
 * As in TRL there are `trainer_state` (global_step, max_steps, epoch), `log_extra(column, values)` for the completions'
   file, `log_metric(name, value)`, and `environments`. Not in TRL: `trajectories` are the Trajectory objects
   (inputs/trajectory.py), `cfg` the config.
-* It returns one value a completion, in a list, tuple, array or tensor: a number, None (does not apply: this function is
-  left out of the row's sum), or a dict {component: number or None}. The components are logged by name and may differ by
-  row; the row's reward is the component "reward" if there is one, else the sum of all. With {"turns": [number a turn]}
-  it is the sum of those, and each is put at the end of its turn.
+* It returns one value per completion, in a list, tuple, array or tensor: a number, None (does not apply: the function
+  is left out of the row's sum), or a dict {component: number or None}. The components are logged by name and may differ
+  by row; the row's reward is the component "reward" if there is one, else the sum of all. With {"turns": [number per
+  turn]} it is the sum of those, and each is put at the end of its turn.
 * `my_reward.verify = check`, a function (trajectory) -> anything, plain or async, runs first, on all trajectories at
-  once: run the code, ask the data base. Its results arrive as `verification`, None where one took too long.
-* What it gets are copies: it may change them. Images and tensors are shared, and so is the `info` of trajectories.
-* It may be `async def`. Plain functions run in a thread each, async ones on one event loop kept for them, so a client
-  they share stays usable; either may block without holding up sampling. With `my_reward.own_process = True` below it,
-  a function runs in a process of its own, which is killed when it is late (docs/limits.md).
-* Longer than cfg.reward_timeout: every row of the call scores cfg.reward_on_timeout and counts in
-  info["reward_timeouts"]. Raising, or a wrong number or kind of values: RewardError, with the row and the completion.
+  once: run the code, query the database. Its results arrive as `verification`, None where one took too long.
+* The function gets copies, which it may change. Images and tensors are shared, and so is the `info` of trajectories.
+* It may be `async def`. Plain functions run in a thread each, async ones on one shared event loop, so that a client
+  they share stays usable; either may block without holding up sampling. With `my_reward.own_process = True` below it, a
+  function runs in its own process, which is killed when it is late (docs/limits.md).
+* If it takes longer than cfg.reward_timeout, every row of the call scores cfg.reward_on_timeout and counts in
+  info["reward_timeouts"]. If it raises, or returns a wrong number or kind of values: RewardError, with the row and the
+  completion.
 
-The reward of a completion is the sum of weight * value over cfg.reward_weights. Held-out rows are scored by weights of
-1 if all are 0.
+The reward of a completion is the sum of weight * value over cfg.reward_weights. If all weights are 0, held-out rows are
+scored with weights of 1.
 """
 
 import asyncio
@@ -57,22 +58,22 @@ from scoring.text import (  # noqa: F401 - some are for reward functions elsewhe
     tagged,
 )
 
-OVERLONG_BUFFER = 0.2  # last part of max_completion_length over which `overlong` falls to -1: DAPO's 4,096 of 20,480
+OVERLONG_BUFFER = 0.2  # last share of max_completion_length, over which `overlong` falls to -1: DAPO's 4,096 of 20,480
 
 TRAINER_STATE = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0)  # kept by the training loop
 
-# What a function can ask for beside the columns of the data set.
+# The arguments that a function can name beside the columns of the data set.
 OWN_ARGUMENTS = ("completions", "prompts", "completion_ids", "trajectories", "cfg", "trainer_state", "log_extra")
 OWN_ARGUMENTS += ("log_metric",)
 
-RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} a completion"
+RETURN_RULE = "return a list with one number, None (does not apply) or {component: number} per completion"
 
 logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """A reward function raised or returned what cannot be used. The message holds its name, the row, the completion;
-    its first line, `cause`, is the same for all completions that failed for the same reason."""
+    """A reward function raised, or returned something that cannot be used. The message holds its name, the row and the
+    completion; its first line, `cause`, is the same for all completions that failed for the same reason."""
 
     @property
     def cause(self) -> str:
@@ -91,18 +92,19 @@ def overlong(completion_ids, cfg, **columns) -> list[float]:
 
 
 def zero(completions, **columns) -> list[float]:
-    """No reward: for what is learned from a teacher alone (--advantage distill, --distill_topk)."""
+    """No reward, for learning from a teacher alone (--advantage distill, --distill_topk)."""
     return [0.0] * len(completions)
 
 
 def length(completion_ids, cfg, **columns) -> list[float]:
-    """-(tokens / max_completion_length), from 0 to -1: a small weight prefers short ones, a negative one long ones."""
+    """-(tokens / max_completion_length), from 0 to -1. A small positive weight prefers short completions, a negative
+    one long ones."""
     return [-len(ids) / cfg.max_completion_length for ids in completion_ids]
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A reward function that not every run needs, imported when one asks for it: it brings a library, a server, ..."""
+    """A reward function that is imported only when a run asks for it, as it brings a library, a server, ..."""
 
     module: str
     name: str
@@ -146,27 +148,28 @@ def get_reward_function(name_or_path: str) -> Callable:
         return load_function(name_or_path)
     known_name("--reward_funcs (names, or path/to/file.py:function)", name_or_path, REWARDS)
     if module := {"math": "math_verify", "reasoning_gym": "reasoning_gym"}.get(name_or_path):
-        require(module, f"--reward_funcs {name_or_path}")  # here: its own process would fail at every completion
-    found = REWARDS[name_or_path]
-    return found.load() if isinstance(found, Elsewhere) else found
+        require(module, f"--reward_funcs {name_or_path}")  # now, not in its own process at every completion
+    function = REWARDS[name_or_path]
+    return function.load() if isinstance(function, Elsewhere) else function
 
 
 def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str, Callable]:
-    """{name: function} of cfg.reward_funcs, checked; the name of `file.py:function` is `function`.
+    """{name: function} for cfg.reward_funcs, checked; the name of `file.py:function` is `function`.
 
-    Given the data set's columns, a function that needs another one is a ConfigError here, before anything is sampled.
+    With the data set's columns given, a function that needs another one is a ConfigError here, before anything is
+    sampled.
     """
     functions = {}
-    for given in cfg.reward_funcs:
-        name = given.rpartition(":")[2]
+    for spec in cfg.reward_funcs:
+        name = spec.rpartition(":")[2]
         if name in functions:
             raise ConfigError(f"--reward_funcs: two functions are named {name!r}; rename one.")
-        functions[name] = get_reward_function(given)
+        functions[name] = get_reward_function(spec)
     if "reward_model" in functions:
         from scoring.reward_model import is_served, load
 
         if not is_served(cfg.reward_model):
-            load(cfg.reward_model)  # here: the first call has a time limit
+            load(cfg.reward_model)  # now, as the first call has a time limit
     if taken := {*(columns or ())} & {*OWN_ARGUMENTS}:
         raise ConfigError(f"column {min(taken)!r} is an argument of reward functions; rename it in format_row.")
     for name, function in functions.items() if columns is not None else ():
@@ -181,10 +184,10 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
 
 
 def own_functions(reward_functions: dict[str, Callable], cfg) -> dict[str, Callable]:
-    """Those that score the rows of cfg's domain, by their names; without domains, all. In a run with domains they are
-    kept under DOMAIN/NAME."""
-    own = {name: function for name, function in reward_functions.items() if name.startswith(cfg.prefix)}
-    return {name.removeprefix(cfg.prefix): function for name, function in own.items()}
+    """{name: function} of those that score the rows of cfg's domain; without domains, all. In a run with domains they
+    are registered as DOMAIN/NAME."""
+    of_domain = {name: function for name, function in reward_functions.items() if name.startswith(cfg.prefix)}
+    return {name.removeprefix(cfg.prefix): function for name, function in of_domain.items()}
 
 
 # ---- scoring --------------------------------------------------------------------------------------------------------
@@ -194,20 +197,20 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
     """Run all functions, at the same time, on one group of trajectories. Fills in each trajectory:
 
     token_rewards           the weighted sum is added at the last sampled token (last index with loss_mask 1), rewards
-                            of turns at the last token of theirs
+                            of turns at the last token of each turn
     info["rewards"]         {function: value, "function/component": value}, nan where a function does not apply
     info["reward_components"] [value of each function]
     info["reward"]          the weighted sum; 0 where no function applies, and then
     info["unrewarded"]      1, else 0
     info["reward_timeouts"] functions that ran out of time on it
     info["reward_seconds"]  {function: seconds that its call for this group took}
-    info["reward_without_token"]  1 if nothing was sampled, so that its reward stands nowhere, else 0
+    info["reward_without_token"]  1 if nothing was sampled, so that no token carries its reward, else 0
     """
     if not trajectories:
         return
     weights = cfg.reward_weights or [1.0] * len(reward_functions)
-    if cfg.purpose == "eval" and not any(weights):  # nothing is learned from them: held-out rows are to tell how good
-        weights = [1.0] * len(weights)  # the policy became
+    if cfg.purpose == "eval" and not any(weights):  # a run that learns from no reward still evaluates by them
+        weights = [1.0] * len(weights)
     arguments = call_arguments(trajectories, cfg)
     calls = (call(name, function, arguments, cfg.reward_timeout) for name, function in reward_functions.items())
     results = await asyncio.gather(*calls)  # per function: its values, or None if it ran out of time; its seconds
@@ -222,11 +225,11 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             if value is None:
                 continue
             total, applies = total + weight * value, True
-            places, parts = sampled[-1:], [value]  # of the whole; nowhere if nothing was sampled
+            places, parts = sampled[-1:], [value]  # of the whole trajectory; none if nothing was sampled
             if turns is not None:
                 places, parts = turn_ends(trajectory.loss_mask), turns
                 if len(places) not in (0, len(turns)):
-                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}: a text "
+                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}: text "
                     fault += "with mask 0 has to stand between two turns"
                     raise reward_error(name, fault, arguments, index)
             for place, part in zip(places, parts, strict=bool(places)):
@@ -248,43 +251,43 @@ def turn_ends(loss_mask: list[int]) -> list[int]:
 
 
 def call_arguments(trajectories: list, cfg) -> dict:
-    """What reward functions can ask for, by name. Rows may have different columns: None where one lacks it."""
+    """The arguments of reward functions, by name. Rows may have different columns: None where a row lacks one."""
     rows = [trajectory.row for trajectory in trajectories]
     columns = dict.fromkeys(column for row in rows for column in row if column != "prompt")
     arguments = {column: [row.get(column) for row in rows] for column in columns}
     completions, prompts, completion_ids = [], [], []
     for trajectory, row in zip(trajectories, rows, strict=True):
         info, chat = trajectory.info, not isinstance(row["prompt"], str)
-        begun = info.get("begun", "")  # by the chat template: <think>
+        begun = info.get("begun", "")  # what the chat template began, such as <think>
         messages = info.get("messages")  # of all turns, if there are several
         text = begun + info["completion"] if messages is None else completion_text(messages)
-        said = {"role": "assistant", "content": text} | ({"begun": begun} if begun else {})
-        completions.append((messages or [said]) if chat else text)
+        message = {"role": "assistant", "content": text} | ({"begun": begun} if begun else {})
+        completions.append((messages or [message]) if chat else text)
         prompts.append(info.get("shown", row["prompt"]) if chat else row["prompt"])  # as the environment completed it
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
         completion_ids.append(list(trajectory.token_ids[start:]))
-    own = dict(completions=completions, prompts=prompts, completion_ids=completion_ids, trajectories=trajectories)
-    own |= dict(trainer_state=TRAINER_STATE, cfg=cfg)
+    standard = dict(completions=completions, prompts=prompts, completion_ids=completion_ids, trajectories=trajectories)
+    standard |= dict(trainer_state=TRAINER_STATE, cfg=cfg)
     if any("object" in trajectory.info for trajectory in trajectories):  # with --env
-        own["environments"] = [trajectory.info.get("object") for trajectory in trajectories]
+        standard["environments"] = [trajectory.info.get("object") for trajectory in trajectories]
 
-    # Functions within a function: these cannot be sent to a process of its own, where what they are told would be lost.
+    # Local functions on purpose: they cannot be pickled for an own process, where what they record would be lost.
     def log_extra(column: str, values: list) -> None:
-        """Put a value per completion into the run folder's completions, as a column of that name."""
+        """Write one value per completion to the run folder's completions, as a column of that name."""
         for trajectory, value in zip(trajectories, values, strict=True):
             trajectory.info.setdefault("extra", {})[str(column)] = plain(value)
 
     def log_metric(name: str, value: float) -> None:
-        """Log a number; those of one name and step are averaged. The run's own metrics have precedence."""
+        """Log a number; those of one name and step are averaged. The run's own metrics take precedence."""
         trajectories[0].info.setdefault("logged", []).append((str(name), float(value)))
 
-    return arguments | own | {"log_extra": log_extra, "log_metric": log_metric}
+    return arguments | standard | {"log_extra": log_extra, "log_metric": log_metric}
 
 
 def copy_of(trajectory):
-    """For one reward function: its lists and its row may be changed; `info` is the trajectory's own, for notes."""
-    own = {name: copied(value) for name, value in vars(trajectory).items() if name != "info"}
-    return replace(trajectory, **own)
+    """A copy for one reward function, which may change its lists and its row; `info` is shared, for notes."""
+    copies = {name: copied(value) for name, value in vars(trajectory).items() if name != "info"}
+    return replace(trajectory, **copies)
 
 
 def missing_arguments(function: Callable, available: Iterable[str]) -> str | None:
@@ -294,15 +297,15 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     if missing := [name for name in needed if name not in available]:
         return (
             f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the column "
-            "(format_row in the train script, or a function of yours as --dataset_id) or the parameter, give that a "
-            "default, add the column to every row (None where it does not apply), or name another function."
+            "(format_row in the train script, or a function of yours as --dataset_id) or the parameter, give the "
+            "parameter a default, add the column to every row (None where it does not apply), or name another function."
         )
     return None
 
 
 async def call(name: str, function: Callable, arguments: dict, seconds: float) -> tuple[list[tuple] | None, float]:
-    """One function on one group: a (value or None, components, rewards of turns or None) a completion, or None if it
-    took over `seconds`; and the seconds that it took."""
+    """Runs one function on one group. Returns per completion (value or None, components, rewards of turns or None), or
+    None for all if it took over `seconds`; and the seconds that it took."""
     start, trajectories = time.perf_counter(), arguments["trajectories"]
     if hasattr(function, "verify"):
         arguments = arguments | {"verification": await verified(name, function, arguments, seconds)}
@@ -328,32 +331,32 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
 
 
 async def verified(name: str, function: Callable, arguments: dict, seconds: float) -> list:
-    """What the function's `verify` says of each trajectory; None where it took over `seconds`."""
-    given = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
-    checks = (run_limited(function.verify, one, seconds, unread) for one in given)  # read by the function alone
+    """The function's `verify` of each trajectory; None where it took over `seconds`."""
+    calls = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
+    checks = (run_limited(function.verify, kwargs, seconds, unread) for kwargs in calls)  # the function reads them
     outcomes = await asyncio.gather(*checks)
-    broken = next((o[1] for o in outcomes if o and o[1] is not None), None)
-    if broken is not None:
-        fault = f"its verify raised {type(broken).__name__}: {str(broken)[:2000]}"
-        raise reward_error(name, fault, arguments) from broken
+    failure = next((o[1] for o in outcomes if o and o[1] is not None), None)
+    if failure is not None:
+        fault = f"its verify raised {type(failure).__name__}: {str(failure)[:2000]}"
+        raise reward_error(name, fault, arguments) from failure
     return [outcome and outcome[0] for outcome in outcomes]
 
 
 def floats(values, turns: list[int]) -> list[tuple]:
-    """What a function returned, as `call` says; UnusableResult if it cannot be trained on. Read where the function ran,
-    within its time.  turns: how many each trajectory has"""
+    """A function's return value in the form that `call` describes; UnusableResult if it cannot be trained on. Read
+    where the function ran, within its time. turns: the number of turns of each trajectory."""
     ordered = isinstance(values, Sequence) or getattr(values, "ndim", 0) > 0  # or an array
     if not ordered or isinstance(values, str):
         raise UnusableResult(f"returned {shorten(values)}, a {type(values).__name__}; {RETURN_RULE}")
     if len(values) != len(turns):
         raise UnusableResult(f"returned {len(values)} values for {len(turns)} completions; {RETURN_RULE}")
-    read = []
+    results = []
     for index, (value, count) in enumerate(zip(values, turns, strict=True)):
         try:
             parts = dict(value) if isinstance(value, Mapping) else {"reward": value}
             by_turn = parts.pop("turns", None)
-            given = [*parts.values(), *(() if by_turn is None else by_turn)]
-            if any(isinstance(part, (str, bytes)) for part in given):
+            numbers_given = [*parts.values(), *(() if by_turn is None else by_turn)]
+            if any(isinstance(part, (str, bytes)) for part in numbers_given):
                 raise TypeError("text is not a number")
             parts = {str(name): None if part is None else float(part) for name, part in parts.items()}
             if by_turn is not None:
@@ -361,7 +364,7 @@ def floats(values, turns: list[int]) -> list[tuple]:
                 parts["reward"] = sum(by_turn)
                 if len(by_turn) != count:
                     raise ValueError(f"{len(by_turn)} rewards for {count} turns")
-            # With a reward of its own, the other components are logged alone: they may be nan.
+            # If there is a component "reward", the others are only logged and may be nan.
             summed = [parts["reward"]] if "reward" in parts else list(parts.values())
             summed = [part for part in summed if part is not None]
             if not all(abs(part) <= LARGEST for part in (*summed, *(by_turn or ()))):
@@ -370,12 +373,12 @@ def floats(values, turns: list[int]) -> list[tuple]:
             fault = f"returned {shorten(value)}, a {type(value).__name__}, for completion {index}: {error}"
             raise UnusableResult(f"{fault}; {RETURN_RULE}", index) from None
         logged = {c: v for c, v in parts.items() if c != "reward" and v is not None and math.isfinite(v)}
-        read.append((sum(summed) if summed else None, logged, by_turn))
-    return read
+        results.append((sum(summed) if summed else None, logged, by_turn))
+    return results
 
 
 def reward_error(name: str, fault: str, arguments: dict, index: int | None = None) -> RewardError:
-    """`index`: the completion at fault; without it all of the group are shown, since any may be."""
+    """index: the completion at fault; without it all completions of the group are shown, since any may be."""
     shown = range(min(len(arguments["completions"]), 16)) if index is None else [index]
     trajectories = arguments["trajectories"]
     lines = [f"reward function {name!r} {fault}", f"  row: {shorten(trajectories[shown[0]].row, 1000)}"]
