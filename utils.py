@@ -1,4 +1,4 @@
-"""What nobody edits to try an idea: process groups and what is computed over them, two checks of a run, how it ends."""
+"""What no idea needs to change: process groups and statistics over ranks, two checks of a run, and how a run ends."""
 
 import contextlib
 import dataclasses
@@ -51,27 +51,28 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
 
 
 def slow_in_bfloat16(device: torch.device) -> bool:
-    """Whether torch has no kernels for products in bfloat16 here: CPUs without AVX512, where it takes a plain loop."""
+    """Whether torch has no fast bfloat16 matrix product here: CPUs without AVX512, where it runs a plain loop."""
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def computable(cfg: TrainConfig, device: torch.device) -> TrainConfig:
-    """With --compute_dtype float32 where a rank's products in bfloat16 take tens of times as long; that is said. All
-    ranks call it."""
+    """The config, with --compute_dtype float32 if bfloat16 products are tens of times slower on any rank; prints that.
+    Collective."""
     if cfg.compute_dtype == "float32" or not any(gather_objects(slow_in_bfloat16(device))):
         return cfg
     if is_main():
-        kept = cfg.strategy == "ddp" and cfg.dtype == "bfloat16"  # the other strategies cast weights, too
-        weights = " Weights in bfloat16 are slow all the same: --dtype float32." if kept else ""
+        keeps_bfloat16 = cfg.strategy == "ddp" and cfg.dtype == "bfloat16"  # the other strategies also cast the weights
+        weights = " Weights in bfloat16 are still slow: use --dtype float32." if keeps_bfloat16 else ""
         print(f"This CPU has no instructions for bfloat16: the run computes in float32.{weights}", flush=True)
     return dataclasses.replace(cfg, compute_dtype="float32")
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Passes differ in length, and what one has left free often does not fit the next: a segment that can grow takes
-    both. Not where the user has set up torch's allocator, or where the first allocation fails so (WSL: pytorch#192330).
+    """Lets torch's memory segments grow: passes differ in length, and memory that one has freed often does not fit the
+    next. Left alone if the user has set up torch's allocator, or if the first allocation then fails (WSL:
+    pytorch#192330).
 
-    Of this process alone, not in its environment: what it starts may share GPU memory in ways that cannot have it.
+    Set for this process, not in its environment: its child processes may share GPU memory in ways that exclude it.
     """
     if any(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF") for kind in ("", "CUDA_", "HIP_")):
         return
@@ -83,7 +84,7 @@ def let_segments_grow(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes free on the GPU of the rank that has least; None without GPUs. Collective."""
+    """Free bytes on the GPU with the least, over all ranks; None without GPUs. Collective."""
     return -all_max(-torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
@@ -93,12 +94,12 @@ def world_size() -> int:
 
 @functools.cache
 def gloo_group() -> dist.ProcessGroup:
-    """All ranks, also on GPUs: NCCL knows no monitored barrier. Collective."""
+    """All ranks, also on GPUs, since NCCL has no monitored barrier. Collective."""
     return dist.new_group(backend="gloo")
 
 
 def wait_for_ranks(seconds: float) -> None:
-    """Return when all ranks have come here; RuntimeError naming those that have not within `seconds`. Collective."""
+    """Wait until all ranks are here; RuntimeError naming those that are not within `seconds`. Collective."""
     if world_size() > 1:
         dist.monitored_barrier(gloo_group(), datetime.timedelta(seconds=seconds), wait_all_ranks=True)
 
@@ -112,22 +113,23 @@ _COUNTED = True
 
 @contextlib.contextmanager
 def counted(counts: bool) -> Iterator[None]:
-    """Whether this rank's values count in what is taken over ranks under this block. One that has no part in what is
-    computed there makes the same collective calls, or the others would wait for it."""
+    """Sets whether this rank's values count in statistics over ranks within this block. A rank that has no part in them
+    still makes the collective calls, or the others would wait for it."""
     global _COUNTED
-    before, _COUNTED = _COUNTED, counts
+    previous, _COUNTED = _COUNTED, counts
     try:
         yield
     finally:
-        _COUNTED = before
+        _COUNTED = previous
 
 
-_PART = threading.local()  # rewards and rollouts may compute on other threads meanwhile (train_async.py)
+_PART = threading.local()  # per thread: rewards and rollouts may compute on others (train_async.py)
 
 
 @contextlib.contextmanager
 def in_part() -> Iterator[None]:
-    """Below this block a loss sees a part of the update's rows: statistics of groups and of the batch are refused."""
+    """Marks a block in which a loss sees only a part of the update's rows: statistics of groups and of the batch raise
+    there."""
     _PART.inside = True
     try:
         yield
@@ -135,18 +137,18 @@ def in_part() -> Iterator[None]:
         _PART.inside = False
 
 
-def must_be_whole(what: str) -> None:
-    """RuntimeError in a loss, for what would depend there on how the update is cut into micro-batches."""
+def must_be_whole(statistic: str) -> None:
+    """RuntimeError within `in_part`, where `what` would depend on how the update is cut into micro-batches."""
     if getattr(_PART, "inside", False):
         raise RuntimeError(
-            f"{what} was asked for inside a loss, which sees one micro-batch: it would change with "
-            "--tokens_per_microbatch. Compute it once a step: NAME.prepare = function, (batch, cfg) -> {name: tensor "
+            f"{statistic} was asked for inside a loss, which sees one micro-batch: it would change with "
+            "--tokens_per_microbatch. Compute it once per step: NAME.prepare = function, (batch, cfg) -> {name: tensor "
             "[B] or [B, T], or a number}, below the loss; the loss then finds it in batch.extras[name] (docs/ideas.md)."
         )
 
 
 def all_sum(values: Tensor) -> Tensor:
-    """Sum over ranks (float64 in, float64 out); without a process group the values themselves."""
+    """Sum over ranks, in float64; without a process group the values themselves."""
     must_be_whole("a statistic of the batch")
     values = values.detach().double()
     if not _COUNTED:
@@ -157,7 +159,7 @@ def all_sum(values: Tensor) -> Tensor:
 
 
 def all_max(value: int | float) -> int | float:
-    """Largest value over all ranks; within `counted`, of those that count."""
+    """Largest value over all ranks; within `counted`, over those that count."""
     if world_size() == 1:
         return value
     box = torch.tensor(value if _COUNTED else -math.inf, dtype=torch.float64)
@@ -166,7 +168,7 @@ def all_max(value: int | float) -> int | float:
 
 
 def gather_objects(value) -> list:
-    """[value of rank 0, value of rank 1, ...] on every rank; within `counted`, of those that count."""
+    """[value of rank 0, value of rank 1, ...] on every rank; within `counted`, only of those that count."""
     out = [None] * world_size()
     if world_size() == 1:
         return [value]
@@ -175,7 +177,7 @@ def gather_objects(value) -> list:
 
 
 def gather_lists(values: list) -> list:
-    """All ranks' values behind one another, on rank 0; an empty list on the others. Collective."""
+    """All ranks' lists joined, on rank 0; an empty list on the others. Collective."""
     if world_size() == 1:
         return values
     out = [None] * world_size() if is_main() else None
@@ -183,24 +185,24 @@ def gather_lists(values: list) -> list:
     return sum(out, []) if out else []
 
 
-def raise_together(error: BaseException | None, what: str) -> None:
-    """Collective: if any rank brings an error, every rank raises it, so that none waits for a rank that left."""
+def raise_together(error: BaseException | None, action: str) -> None:
+    """If any rank passes an error, every rank raises it, so that none waits for a rank that left. Collective."""
     texts = gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
-            raise RuntimeError(f"{what} failed on rank {rank}: {text}")
+            raise RuntimeError(f"{action} failed on rank {rank}: {text}")
 
 
 def global_moments(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and unbiased standard deviation of `values` where `mask` is set, over all ranks.
 
-    A statistic of one rank's share would silently change the algorithm with the number of ranks.
+    If they were taken on each rank alone, the number of ranks would silently change the algorithm.
     """
     weight = torch.ones_like(values) if mask is None else mask.to(values.dtype)
-    kept = torch.where(weight > 0, values, torch.zeros_like(values)).double()
-    count, total, squares = all_sum(torch.stack([weight.double().sum(), kept.sum(), (kept**2).sum()]))
+    masked = torch.where(weight > 0, values, torch.zeros_like(values)).double()
+    count, total, squares = all_sum(torch.stack([weight.double().sum(), masked.sum(), (masked**2).sum()]))
     mean = total / count.clamp(min=1)
     variance = (squares - count * mean**2).clamp(min=0) / (count - 1).clamp(min=1)
     return count, mean.to(values.dtype), variance.sqrt().to(values.dtype)
@@ -211,14 +213,14 @@ def global_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def over_ranks(numbers: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """This rank's {name: (sum, count)} -> {name: mean over all ranks}, without names of which nothing was counted. Of a
-    name that ends in _sum it is the sum, of one in _max the largest. Ranks may have different names. Collective.
+    """This rank's {name: (sum, count)} -> {name: mean over all ranks}; names with a count of 0 are left out. Names that
+    end in _sum give the sum, those in _max the largest value. Ranks may have different names. Collective.
 
-    The one rule for numbers that are logged: a mean of means would change with how rows are dealt to ranks.
+    All logged numbers follow this rule, since a mean of means would depend on how rows are dealt to ranks.
     """
-    everyone, out = gather_objects(numbers), {}
-    for name in sorted(set().union(*everyone)):
-        sums, counts = zip(*(of_rank[name] for of_rank in everyone if name in of_rank), strict=True)
+    all_numbers, out = gather_objects(numbers), {}
+    for name in sorted(set().union(*all_numbers)):
+        sums, counts = zip(*(of_rank[name] for of_rank in all_numbers if name in of_rank), strict=True)
         if name.endswith("_max"):
             out |= {name: max(sums)} if max(sums) > -math.inf else {}
         elif name.endswith("_sum"):
@@ -231,13 +233,13 @@ def over_ranks(numbers: dict[str, tuple[float, float]]) -> dict[str, float]:
 def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]:
     """Mean and standard deviation of all values so far, on all ranks; adds to moments = [count, sum, squares' sum]."""
     values = values.double()
-    added = all_sum(torch.stack([torch.ones_like(values).sum(), values.sum(), (values**2).sum()])).tolist()
-    moments[:] = count, total, squares = [a + b for a, b in zip(moments, added, strict=True)]
+    step_sums = all_sum(torch.stack([torch.ones_like(values).sum(), values.sum(), (values**2).sum()])).tolist()
+    moments[:] = count, total, squares = [a + b for a, b in zip(moments, step_sums, strict=True)]
     return total / count, (max(squares - total**2 / count, 0) / max(count - 1, 1)) ** 0.5
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on a device, from pinned memory: with any other copy the host waits for the GPU."""
+    """Copies a CPU tensor to a device through pinned memory: any other copy makes the host wait for the GPU."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -245,29 +247,30 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def check_fresh(trajectories: list, versions: range, generator: str = "vllm") -> None:
-    """RuntimeError unless weights of these versions sampled every token: from the first one on and to the last."""
+    """RuntimeError unless weights of these versions sampled every token, from the first to the last."""
     spans = [(t.policy_version, t.policy_version_last or t.policy_version) for t in trajectories]
     stale = [span for span in spans if not {*span} <= {*versions}]
     if stale:
-        why = "Was the server started anew, or does another trainer push to it? Give each run its own."
+        why = "Was the server restarted, or does another trainer push to it? Give each run its own server."
         why = why if generator == "vllm" else "Is push_weights called with another version?"
         raise RuntimeError(
             f"{len(stale)} of {len(spans)} completions come from weights {stale[0][0]} to {stale[0][1]}, not "
-            f"{versions[0]} to {versions[-1]}. {why} A rollout of your own copies policy_version and "
-            "policy_version_last from what `generate` returned."
+            f"{versions[0]} to {versions[-1]}. {why} A rollout of your own has to copy policy_version and "
+            "policy_version_last from the results of `generate`."
         )
 
 
 def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, images: bool = False) -> None:
-    """share: of the limit, which allows for bfloat16. images: whether they stand in the prompt."""
+    """RuntimeError if trainer and generator differ too much. share: of the limit, which allows for bfloat16. images:
+    whether the prompt holds images."""
     if not difference <= (limit := share * cfg.logprob_diff_limit):
         where = " of a prompt with images" if images else ""
         raise RuntimeError(
             f"Trainer and generator disagree on the sampled tokens{where}: mean |log-prob difference| "
             f"{difference:.3f}, limit {limit:g}. Usual causes: another model on the server, a quantised server, top-k "
             "/ top-p sampling, a modified model class. --logprob_diff_limit raises the limit."
-            + " With --load_in 4bit: the server has to have the weights that the 4 bits stand for, which "
-            "scripts/unpacked.py writes; else raise the limit and watch sampling/ess." * bool(cfg.load_in)
+            + " With --load_in 4bit: the server needs the weights that the 4 bits stand for, which "
+            "scripts/unpacked.py writes; otherwise raise the limit and watch sampling/ess." * bool(cfg.load_in)
         )
 
 
@@ -275,22 +278,22 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
 
 
 def print_failure(error: BaseException, cfg: TrainConfig) -> int:
-    """Traceback, cause and what to do, on stderr. A setting or a server that cannot work needs no traceback. Returns
+    """Prints traceback, cause and remedy on stderr; no traceback for a setting or a server that cannot work. Returns
     the exit status: 2 for a setting that another try would not change."""
     if getattr(error, "needs_traceback", True):  # frames only: the message follows
-        # of a user's function its own frames
+        # of a user's function, the frames of that function
         others = type(error).__name__ in ("RewardError", "TrajectoryError")
-        shown = error.__cause__ if others and error.__cause__ else error
-        said = len(traceback.format_exception_only(shown))
-        print("".join(traceback.format_exception(shown)[:-said]), file=sys.stderr)
+        printed = error.__cause__ if others and error.__cause__ else error
+        message_lines = len(traceback.format_exception_only(printed))
+        print("".join(traceback.format_exception(printed)[:-message_lines]), file=sys.stderr)
     where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    causes = [each for each in dict.fromkeys((error, error.__cause__)) if each is not None]
-    notes = [note for each in causes for note in getattr(each, "__notes__", ())]
+    causes = [cause for cause in dict.fromkeys((error, error.__cause__)) if cause is not None]
+    notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
     text = "\n  ".join([str(error), *notes])
     print(f"\n{where}{type(error).__name__}: {text}", file=sys.stderr)
     if isinstance(error, dist.DistError) or re.search("gloo|NCCL", text):
         print(
-            f"{where}The ranks lost each other: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
+            f"{where}The ranks lost contact: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
             f"The first that failed says why. {RANK_KILLED}",
             file=sys.stderr,
         )
@@ -298,7 +301,7 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> int:
 
 
 RANK_KILLED = (
-    "One that was killed (signal 9) without a word usually ran out of memory: lower --tokens_per_microbatch. Continue "
+    "A rank killed without a message (signal 9) usually ran out of memory: lower --tokens_per_microbatch. Continue "
     "with --resume --run_name NAME from the last checkpoint, if there is one (--save_steps)."
 )
 
@@ -306,10 +309,10 @@ RANK_KILLED = (
 def run_and_exit(
     work: Callable[[], object], cfg: TrainConfig, at_end: Callable[[BaseException | None], None] = lambda error: None
 ):
-    """Do the work, and end the process for good: no rank, thread or process group keeps a failed run alive.
+    """Do the work, then end the process for good: no rank, thread or process group keeps a failed run alive.
 
-    What ended the work is explained on stderr, and given to `at_end`, which closes what is open. The exit status is 0,
-    130 after Ctrl-C, 2 for a setting that another try would not change, else 1.
+    The error that ended the work is explained on stderr and passed to `at_end`, which closes what is open. The exit
+    status is 0, 130 after Ctrl-C, 2 for a setting that another try would not change, else 1.
     """
     prepare_process()
     status, ended_by = 1, None
@@ -317,9 +320,7 @@ def run_and_exit(
         work()
         status = 0
     except KeyboardInterrupt as error:
-        print(
-            "\ninterrupted; what was not saved (--save_steps) is lost, and what was being saved, too.", file=sys.stderr
-        )
+        print("\ninterrupted; everything since the last finished save (--save_steps) is lost.", file=sys.stderr)
         ended_by, status = error, 130
     except BaseException as error:  # some errors of torch do not derive from Exception
         ended_by, status = error, print_failure(error, cfg)
@@ -328,23 +329,23 @@ def run_and_exit(
 
 
 def prepare_process() -> None:
-    """Of a training process, before anything else."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show must not end the run
-    faulthandler.enable(all_threads=False)  # a crash in C says where it was
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1,024; each request under way is an open file
-    with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it says
+    """Sets up a training process, before anything else."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: undisplayable text must not end the run
+    faulthandler.enable(all_threads=False)  # after a crash in C, prints where it was
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1,024; each request in flight is an open file
+    with contextlib.suppress(ValueError, OSError):  # macOS allows fewer than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
 
 def end_process(status: int, clean_up: Callable[[], None] = lambda: None) -> NoReturn:
-    """Clean up as far as that goes, and end with `status` at once: threads would hold up an exit.
+    """Clean up as far as possible, and end with `status` at once: running threads would delay a normal exit.
 
-    Process groups are left to the operating system. To take one down is to wait for gloo's threads while holding the
-    GIL, which such a thread may want too: it lets go of Python objects of the backward pass whose all-reduce it ran.
+    Process groups are left to the operating system. Destroying one means waiting for gloo's threads while holding the
+    GIL. Such a thread may want the GIL, too: it releases Python objects of the backward pass whose all-reduce it ran.
     """
     try:
-        for each in (clean_up, *AT_END):
-            each()
+        for step in (clean_up, *AT_END):
+            step()
     except Exception:  # a report that cannot be written must not hide why the run failed, nor keep it alive
         traceback.print_exc()
         status = status or 1
