@@ -252,7 +252,7 @@ def trajectory_fault(t: Trajectory, generator, cfg: TrainConfig) -> str | None:
     if length > limit:
         return f"{length} tokens are over --max_completion_length ({limit}): end it before, with finish_reason 'length'"
     if bad_logprobs := [t.logprobs[place] for place in sampled if not -math.inf < t.logprobs[place] <= ABOVE_ZERO]:
-        return f"logprobs has {bad_logprobs[0]:g} for a sampled token; give Completion.logprobs: finite, at most 0"
+        return f"logprobs have {bad_logprobs[0]:g} for a sampled token; give Completion.logprobs: finite, at most 0"
     return None
 
 
