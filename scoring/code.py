@@ -1,4 +1,4 @@
-"""Programs that a model writes, run with tests in the sandbox."""
+"""A reward for programs that a model writes: they run with tests in the sandbox."""
 
 import concurrent.futures
 import logging
@@ -10,17 +10,17 @@ logger = logging.getLogger(__name__)
 
 
 def code_tests(completions, tests, **columns) -> list[dict | None]:
-    """Share of the row's `tests` that the completion's program passes, in the sandbox, all in one process a completion.
-    A test is a statement of python; of `assert add(1, 2) == 3`, a call compared with a literal, the
-    program never sees what is expected. The program is the last ```python block of the answer, or the whole answer.
+    """Share of the row's `tests` that the completion's program passes. All run in the sandbox, in one process per
+    completion. A test is a Python statement. For `assert add(1, 2) == 3`, a call compared with a literal, the program
+    never sees the expected value. The program is the last ```python block of the answer, or the whole answer.
 
-    None where a row has no tests. Where the sandbox does not start: {"reward": 0, "error": 1}.
+    None if a row has no tests. If the sandbox does not start: {"reward": 0, "error": 1}.
     """
     programs = []
     for completion in completions:
         text = completion_text(completion)
-        found = python_of(text)
-        programs.append(answer_part(text) if found is None else found)
+        block = python_of(text)
+        programs.append(answer_part(text) if block is None else block)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         return list(pool.map(passed, programs, tests))
 
@@ -37,6 +37,6 @@ def passed(program: str, tests: list[str] | None) -> dict | None:
     try:
         outcomes, timed_out = run_tests(program, tests)
     except SandboxError as error:
-        logger.warning("code_tests could not run a program, which counts as 0 and as an error: %s", error)
+        logger.warning("code_tests could not run a program; it scores 0 and counts as an error: %s", error)
         return {"reward": 0.0, "timeout": 0.0, "error": 1.0}
     return {"reward": sum(outcomes) / len(tests), "timeout": float(timed_out), "error": 0.0}

@@ -1,12 +1,12 @@
-"""Instructions whose obedience can be checked: two dozen of IFEval's (2311.07911), by its names and arguments.
+"""Instructions that code can check: two dozen of IFEval's (2311.07911), with its names and arguments.
 
-    --reward_funcs instructions, with two columns a row, as IFEval's data has them:
+    --reward_funcs instructions, with two columns, as in IFEval's data:
     "instruction_id_list": ["length_constraints:number_words", "punctuation:no_comma"],
     "kwargs": [{"num_words": 50, "relation": "at least"}, {}]
 
-The reward is the share of the row's instructions that the text follows; each is logged by name. One of your own: a
-function (text, **arguments) -> bool, and an entry in INSTRUCTIONS. Of IFEval's, language:response_language is not
-checked, and does not count: the reward does not apply to a row that asks for nothing else.
+The reward is the share of the row's instructions that the text follows; each is logged by name. To add one, write a
+function (text, **arguments) -> bool and enter it in INSTRUCTIONS. IFEval's language:response_language is not checked
+and does not count; the reward does not apply to a row that asks for nothing else.
 """
 
 import json
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from scoring.text import answer_part, completion_text
 
 
-def compare(count: int, wanted: int, relation: str | None = "at least") -> bool:
-    relations = {"at least": count >= wanted, "less than": count < wanted, None: count >= wanted}
+def compare(count: int, threshold: int, relation: str | None = "at least") -> bool:
+    relations = {"at least": count >= threshold, "less than": count < threshold, None: count >= threshold}
     if relation not in relations:
-        raise ValueError(f"relation {relation!r}: IFEval has 'at least' and 'less than'")
+        raise ValueError(f"relation {relation!r}: use IFEval's 'at least' or 'less than'")
     return relations[relation]
 
 
@@ -42,7 +42,8 @@ def nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word
 
 
 def is_json(text: str) -> bool:
-    """JSON, in a fence or not. Numbers may have any length; nested deeper than python's parser goes is none."""
+    """JSON, in a fence or not. Numbers may have any length. Nesting too deep for Python's parser does not count as
+    JSON."""
     text = text.strip()
     if text[:3] == "```":
         text = text[7:] if text[:7].lower() == "```json" else text[3:]
@@ -53,8 +54,8 @@ def is_json(text: str) -> bool:
     return True
 
 
-# Regular expressions below see text that nobody vouches for: each looks at a character a bounded number of times, or
-# 100,000 brackets or spaces take minutes. So no two parts in a row may match the same text.
+# The regular expressions below read untrusted text. Each looks at a character a bounded number of times, or 100,000
+# brackets or spaces would take minutes. So no two adjacent parts may match the same text.
 
 
 def bullets(text: str) -> int:
@@ -66,7 +67,8 @@ def has_title(text: str) -> bool:
 
 
 def placeholders(text: str) -> int:
-    """[something]: to every closing bracket belongs the first one that opens after the one before."""
+    """Number of [something]; a closing bracket belongs to the first bracket that opens after the previous closing
+    one."""
     return sum(0 <= part.find("[") < len(part) - 1 for part in text.split("]")[:-1])
 
 
@@ -124,27 +126,28 @@ UNCHECKED = {"language:response_language"}
 
 
 def instructions(completions, instruction_id_list, kwargs, **columns) -> list[dict | None]:
-    """Share of the row's instructions that the completion (after the last </think>) follows, and each one's 0 or 1.
-    None where there is none that can be checked."""
+    """Share of the row's instructions that the completion (after the last </think>) follows, and 0 or 1 for each. None
+    if the row has none that can be checked."""
     scores = []
     for completion, names, arguments in zip(completions, instruction_id_list, kwargs, strict=True):
-        text, followed = answer_part(completion_text(completion)), []
+        text, results = answer_part(completion_text(completion)), []
         names, arguments = names or [], arguments or []
         if len(names) != len(arguments):
-            raise ValueError(f"instruction_id_list has {len(names)} names, kwargs {len(arguments)}: one dict each")
-        for name, given in zip(names, arguments, strict=True):
+            raise ValueError(f"instruction_id_list has {len(names)} names, kwargs {len(arguments)}: one dict per name")
+        for name, values in zip(names, arguments, strict=True):
             if name in UNCHECKED:
                 continue
             if name not in INSTRUCTIONS:
                 raise ValueError(f"no instruction {name!r}; there are {', '.join(INSTRUCTIONS)}")
-            known = {key: value for key, value in (given or {}).items() if value is not None}  # as parquet pads them
+            # Parquet gives each dict the keys of all others, with None.
+            options = {key: value for key, value in (values or {}).items() if value is not None}
             try:
-                followed.append((name, float(bool(text.strip()) and INSTRUCTIONS[name](text, **known))))
+                results.append((name, float(bool(text.strip()) and INSTRUCTIONS[name](text, **options))))
             except TypeError as error:
-                raise ValueError(f"instruction {name} with {known}: {error}") from None
-        # One may be asked for several times, with other arguments: its own number is then that of all of them.
-        each = {name: min(value for other, value in followed if other == name) for name, _ in followed}
-        scores.append(each | {"reward": sum(value for _, value in followed) / len(followed)} if followed else None)
+                raise ValueError(f"instruction {name} with {options}: {error}") from None
+        # An instruction may be given several times, with other arguments: it counts if all of them are followed.
+        by_name = {name: min(value for other, value in results if other == name) for name, _ in results}
+        scores.append(by_name | {"reward": sum(value for _, value in results) / len(results)} if results else None)
     return scores
 
 

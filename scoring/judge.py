@@ -1,11 +1,11 @@
 """A model as judge: `--reward_funcs judge --judge_url http://host:8000/v1 --judge_model NAME`.
 
-Any OpenAI-compatible server will do. It is sent the token JUDGE_TOKEN, if there is one.
+Any OpenAI-compatible server works. It is sent the token JUDGE_TOKEN, if there is one.
 
-A judge's answer ends by itself, and its last line is `Score: N`, or JSON that ends with `"score": N}`; N from 0 to 10.
-What does not fit is asked for once more. After that, and where the server gives no answer within the reward's time
-limit (network/http.py), the reward does not apply; `unread` and `unanswered` count those, and the column `judge` of the
-completions shows what was said.
+A judge's answer must not be cut off, and its last line must be `Score: N`, or JSON that ends with `"score": N}`, with N
+from 0 to 10. Otherwise the judge is asked once more. If that fails, too, or the server gives no answer within the
+reward's time limit (network/http.py), the reward does not apply. `unread` and `unanswered` count these cases, and the
+column `judge` of the completions shows the judge's text.
 """
 
 import re
@@ -30,15 +30,16 @@ REMINDER = """
 End your reply with a line "Score: N", N a number from 0 to 10, and nothing after it."""
 SCORE = re.compile(r'(?:[*_# ]*score|.*"score")[*_ ]*:[*_ ]*([0-9]+(?:\.[0-9]+)?)(?: ?/ ?10)?[*_ .}]*', re.IGNORECASE)
 
-MAX_TOKENS = 4000  # most tokens of its answer, its thinking included
+MAX_TOKENS = 4000  # most tokens of an answer, including its thinking
 UNSCORED = {"reward": None, "attempts": 1, "unread": 0, "unanswered": 0}
-THREADS = ThreadPoolExecutor(256, "judge")  # a thread a question under way
+THREADS = ThreadPoolExecutor(256, "judge")  # one thread per open question
 
 
 def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
-    """The judge's score of every completion, 0 to 1, as `reward`; None where there is none. The template is
-    cfg.judge_template's file or TEMPLATE; it may name every column of the data set in braces ({{ and }}: braces)."""
-    # Both before the reward's own limit, at which every completion would count as late.
+    """The judge's score of each completion, 0 to 1, as `reward`; None if there is none. The template is
+    cfg.judge_template's file, or TEMPLATE; it may name every column of the data set in braces ({{ and }} for
+    braces)."""
+    # Both before the reward's own limit, at which all completions would count as late.
     deadline, end = (time.monotonic() + share * cfg.reward_timeout for share in (0.8, 0.85))
     template = Path(cfg.judge_template).read_text(encoding="utf-8") if cfg.judge_template else TEMPLATE
     questions = []
@@ -48,12 +49,12 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
         questions.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
     calls = [THREADS.submit(verdict, question, cfg, deadline) for question in questions]
     wait(calls, max(end - time.monotonic(), 0))
-    late = f"{http.origin(cfg.judge_url)} gave no answer in time"  # asked again and again, as a busy server wants it
+    late = f"{http.origin(cfg.judge_url)} gave no answer in time"  # a busy server is asked again and again
     verdicts = [
         call.result() if call.done() else (UNSCORED | {"unanswered": 1}, f"(not counted: {late})") for call in calls
     ]
     if log_extra is not None:
-        log_extra("judge", [said for _, said in verdicts])
+        log_extra("judge", [text for _, text in verdicts])
     return [parts for parts, _ in verdicts]
 
 
@@ -61,15 +62,15 @@ judge.per_trajectory = True
 
 
 def fill_in(template: str, row: dict) -> str:
-    """The template with {name} replaced by row["name"], as it is: braces in a value mean nothing."""
+    """The template with {name} replaced by row["name"]; braces within a value are kept as text."""
     try:
         return template.format_map({name: "" if value is None else value for name, value in row.items()})
     except (KeyError, ValueError) as error:
-        raise ValueError(f"the judge's template: {error} is none of its columns, {', '.join(row)}.") from None
+        raise ValueError(f"the judge's template: {error} is not one of the columns {', '.join(row)}.") from None
 
 
 def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
-    """(what the reward function returns for a completion, the judge's answer with what is wrong with it)."""
+    """(what the reward function returns for a completion, the judge's answer with a note on what is wrong with it)."""
     for attempt in (1, 2):
         try:
             text, ending = answer_of(question + REMINDER * (attempt - 1), cfg, deadline)
@@ -84,20 +85,20 @@ def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
 
 
 def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
-    """(text, finish_reason). NoAnswer where there is none."""
+    """(text, finish_reason). NoAnswer if there is none."""
     body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
-    url, left = http.route(cfg.judge_url, "/chat/completions"), max(deadline - time.monotonic(), 0)
-    found = http.ask("POST", url, left, body, secrets.read("JUDGE_TOKEN"))
+    url, seconds = http.route(cfg.judge_url, "/chat/completions"), max(deadline - time.monotonic(), 0)
+    response = http.ask("POST", url, seconds, body, secrets.read("JUDGE_TOKEN"))
     try:
-        choice = found["choices"][0]
+        choice = response["choices"][0]
         return choice["message"]["content"] or "", choice.get("finish_reason")
     except (KeyError, IndexError, TypeError, AttributeError):
-        what = f"{http.origin(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
-        raise http.NoAnswer(what) from None
+        fault = f"{http.origin(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
+        raise http.NoAnswer(fault) from None
 
 
 def read_score(text: str) -> float | None:
-    """The score, 0 to 10, in the last line of a judge's answer; None where that has another form."""
+    """The score, 0 to 10, in the last line of a judge's answer; None if the line has another form."""
     lines = [line for line in map(str.strip, text.rpartition("</think>")[2].split("\n")) if line.strip("`}")]
-    found = SCORE.fullmatch(lines[-1]) if lines else None
-    return float(found[1]) if found and float(found[1]) <= 10 else None
+    match = SCORE.fullmatch(lines[-1]) if lines else None
+    return float(match[1]) if match and float(match[1]) <= 10 else None

@@ -1,10 +1,10 @@
 """A learned reward model as a reward function: `--reward_funcs reward_model --reward_model PATH_OR_ID_OR_URL`.
 
 A sequence classifier with one output (AutoModelForSequenceClassification) scores prompt and completion under its own
-chat template, without --system_prompt; a string prompt is a user's message, unless --no_apply_chat_template has the
-policy see it as it is. Given a folder or hub id it runs in this process, on the trainer's device; given an http address
-it is asked there, which `vllm serve MODEL --runner pooling` answers (its route /classify, raw scores). Reward models
-score on a scale of their own: --reward_mean running --reward_std running brings it near 1.
+chat template, without --system_prompt. A string prompt becomes a user's message, unless --no_apply_chat_template gives
+it to the policy as plain text. With a folder or hub id the model runs in this process, on the trainer's device; an http
+address is that of `vllm serve MODEL --runner pooling` (its route /classify, raw scores). Each reward model has its own
+scale: --reward_mean running --reward_std running brings it near 1.
 """
 
 import os
@@ -18,14 +18,14 @@ from modeling.loading import check_missing
 from network import http, secrets
 from safety.results import say_once
 
-# torch and transformers are imported where a model is loaded: one that is served needs no torch.
+# torch and transformers are imported only to load a model: a served one needs no torch.
 
-LOCK = threading.Lock()  # groups are scored in threads of their own; the model takes one batch at a time
+LOCK = threading.Lock()  # each group is scored in its own thread, but the model takes one batch at a time
 
 
 def as_text(completions, tokenizer, cfg) -> bool:
-    """Whether prompt + completion is scored, and no chat: where the policy was given plain text, or the classifier has
-    no template."""
+    """Whether prompt + completion is scored as plain text, not as a chat: if the policy was given plain text, or the
+    classifier has no chat template."""
     if not isinstance(completions[0], str):
         return False
     plain = cfg.no_apply_chat_template or not getattr(tokenizer, "chat_template", None)
@@ -35,28 +35,28 @@ def as_text(completions, tokenizer, cfg) -> bool:
 
 
 def token_ids(completions, prompts, tokenizer, cfg) -> list[list[int]]:
-    """What the classifier reads: the chat under its template, which brings its own BOS, or prompt + completion."""
+    """Token ids for the classifier: the chat under its template, which adds BOS, or prompt + completion."""
     if as_text(completions, tokenizer, cfg):
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         return [tokenize(text, tokenizer, adds_bos(text, tokenizer)) for text in texts]
     answers = [[{"role": "assistant", "content": c}] if isinstance(c, str) else c for c in completions]
-    asked = [prompt_messages({"prompt": prompt}) for prompt in prompts]
-    chats = (normal([*p, *a], tokenizer) for p, a in zip(asked, answers, strict=True))
+    prompt_chats = [prompt_messages({"prompt": prompt}) for prompt in prompts]
+    chats = (normal([*p, *a], tokenizer) for p, a in zip(prompt_chats, answers, strict=True))
     return [tokenize(tokenizer.apply_chat_template(chat, tokenize=False), tokenizer) for chat in chats]
 
 
 @cache
 def load(model_id: str):
-    """(tokenizer, classifier on this rank's device), once a process."""
+    """(tokenizer, classifier on this rank's device), once per process."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_id)
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    how = dict(dtype=dtype, output_loading_info=True)
-    model, found = AutoModelForSequenceClassification.from_pretrained(model_id, **how)
-    check_missing(model.to(device).eval(), found, model_id)
+    options = dict(dtype=dtype, output_loading_info=True)
+    model, loading_info = AutoModelForSequenceClassification.from_pretrained(model_id, **options)
+    check_missing(model.to(device).eval(), loading_info, model_id)
     if model.config.num_labels != 1:
         raise ValueError(f"--reward_model={model_id} has {model.config.num_labels} outputs; a reward model has one.")
     model.config.pad_token_id = None  # nothing is padded
@@ -68,12 +68,12 @@ def served(url: str):
     """(name, tokenizer) of the model at the address."""
     from transformers import AutoTokenizer
 
-    found = http.ask("GET", http.route(url, "/v1/models"), 10, token=token())
+    response = http.ask("GET", http.route(url, "/v1/models"), 10, token=token())
     try:
-        model = found["data"][0]
+        model = response["data"][0]
         name, folder = model["id"], model.get("root") or model["id"]
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise http.NoAnswer(f"{http.origin(url)} names no model at /v1/models: {shorten(found)}") from None
+        raise http.NoAnswer(f"{http.origin(url)} names no model at /v1/models: {shorten(response)}") from None
     return name, AutoTokenizer.from_pretrained(folder)
 
 
@@ -87,24 +87,24 @@ def token() -> str:
 
 
 def reward_model(completions, prompts, cfg) -> list[float]:
-    """One score a completion, on the model's own scale."""
+    """One score per completion, on the model's own scale."""
     if is_served(cfg.reward_model):
-        deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own limit: what is wrong gets said
+        deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own limit: reports the fault
         name, tokenizer = served(cfg.reward_model)
         rows = token_ids(completions, prompts, tokenizer, cfg)
         body = {"model": name, "input": rows, "use_activation": False}
         url = http.route(cfg.reward_model, "/classify")
-        found = http.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
+        response = http.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
         try:
-            return [row["probs"][0] for row in found["data"]]
+            return [row["probs"][0] for row in response["data"]]
         except (KeyError, IndexError, TypeError):
-            what = f"{http.origin(url)} answered without data[].probs: {shorten(found)}"
-            raise http.NoAnswer(f"{what}. Is it `vllm serve MODEL --runner pooling`?") from None
+            fault = f"{http.origin(url)} answered without data[].probs: {shorten(response)}"
+            raise http.NoAnswer(f"{fault}. Is it `vllm serve MODEL --runner pooling`?") from None
     import torch
 
     tokenizer, model = load(cfg.reward_model)
     rows = token_ids(completions, prompts, tokenizer, cfg)
-    with LOCK, torch.inference_mode():  # row by row: with padding the last token may be taken for the padding before it
+    with LOCK, torch.inference_mode():  # row by row: with padding the model may score a padding token
         return [float(model(torch.tensor([row], device=model.device)).logits[0, 0]) for row in rows]
 
 

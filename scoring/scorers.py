@@ -1,7 +1,7 @@
-"""Answers in mathematics, tasks of reasoning-gym: scorers that run in processes of their own (safety/processes.py), as
-they are libraries that may never end on a model's text.
+"""Scorers of mathematical answers and of reasoning-gym tasks. Both are libraries that may never finish on a model's
+text, so they run in their own processes (safety/processes.py).
 
-They are optional, and imported by the processes that score.
+The libraries are optional, and imported only by these processes.
 """
 
 import json
@@ -15,8 +15,8 @@ from scoring.text import answer_part, answer_parts, completion_text, numbers, ta
 
 POOLS = {"math": WorkerPool("math"), "reasoning_gym": WorkerPool("reasoning_gym")}  # their processes start on first use
 
-LONGEST = 1000  # characters of an answer whose words are looked at
-ESCAPED = re.compile(r"\\[$!]")  # a dollar as a currency, and TeX's narrow space back
+LONGEST = 1000  # characters; the words of a longer answer are not examined
+ESCAPED = re.compile(r"\\[$!]")  # the currency's dollar, and TeX's negative thin space
 FUNCTION = re.compile(r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|log|ln|exp|pi)(?![A-Za-z])")
 UNIT = re.compile(r"([^=]*\d[^A-Za-z=]*)\s(?=[A-Za-z /.-]*[A-Za-z]{3})[A-Za-z][A-Za-z /.-]*")  # 5 eggs, 1/2 of a cup
 BOX = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -30,28 +30,29 @@ WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z ,.'-]*")
 
 
 def math_equal(completions, answer, **columns) -> list[float | dict | None]:
-    """1 if math-verify finds the answer's value in the completion; None where it cannot read the answer itself.
+    """1 if math-verify finds the answer's value in the completion; None if it cannot read the answer itself.
 
-    The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". Where it is a whole number, an equal sum that
-    was not worked out, such as the question's own, gets {"reward": 0, "unevaluated": 1}. Every completion has a time
-    limit of its own (safety/processes.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
+    The answer may be LaTeX, a plain expression or GSM8K's "... #### 72". If it is a whole number, an equal sum that was
+    not worked out, such as one copied from the question, gets {"reward": 0, "unevaluated": 1}. Each completion has its
+    own time limit (safety/processes.py: ITEM_TIMEOUT); over it: {"reward": 0, "timeout": 1}.
     """
     requests: list = []
-    for completion, wanted in zip(completions, answer, strict=True):
+    for completion, answer_value in zip(completions, answer, strict=True):
         text = completion_text(completion)
-        gold = "" if wanted is None else str(wanted).rpartition("####")[2].strip()
-        inside = tagged(text)  # without both tags the answer is in a sentence
-        given = answer_part(text).replace("<answer>", " ") if inside is None else inside
-        requests.append((given, inside is not None, gold) if gold else None)
+        gold = "" if answer_value is None else str(answer_value).rpartition("####")[2].strip()
+        inside = tagged(text)  # None: the answer is somewhere in a sentence
+        candidate = answer_part(text).replace("<answer>", " ") if inside is None else inside
+        requests.append((candidate, inside is not None, gold) if gold else None)
     return POOLS["math"].map(requests)
 
 
 def reasoning_gym(completions, metadata, answer, trajectories=None, **columns) -> list[float | dict | None]:
     """The score, 0 to 1, that the row's reasoning-gym task gives to the completion's `answer_part`. Many tasks give
-    part of the points for an answer that stands in a sentence, so ask for <answer> tags or nothing but the answer.
+    partial credit for an answer within a sentence, so ask for <answer> tags or for nothing but the answer.
 
-    Rows of load_rows name their task with its parameters (`reasoning_gym_task`); elsewhere metadata's source_dataset
-    does. Over the time limit: {"reward": 0, "timeout": 1}; a scorer that fails: {"reward": 0, "scorer_error": 1}.
+    Rows of load_rows name their task with its parameters (`reasoning_gym_task`); for other rows metadata's
+    source_dataset names it. Over the time limit: {"reward": 0, "timeout": 1}; if the scorer fails:
+    {"reward": 0, "scorer_error": 1}.
     """
     empty = [None] * len(completions)
     questions, tasks = columns.get("question", empty), columns.get("reasoning_gym_task", empty)
@@ -68,7 +69,7 @@ def reasoning_gym(completions, metadata, answer, trajectories=None, **columns) -
 
 @cache
 def gym_task(task: str) -> tuple[str, dict]:
-    """Name and parameters of a task; ConfigError for one that is not there."""
+    """Name and parameters of a task; ConfigError if it does not exist."""
     from data import parse_gym
 
     return parse_gym(task)
@@ -77,7 +78,7 @@ def gym_task(task: str) -> tuple[str, dict]:
 math_equal.per_trajectory = reasoning_gym.per_trajectory = True
 
 
-# ---- in a process of its own ----------------------------------------------------------------------------------------
+# ---- in their own processes ------------------------------------------------------------------------------------------
 
 
 def reasoning_gym_scorer() -> Callable:
@@ -92,47 +93,48 @@ def reasoning_gym_scorer() -> Callable:
 
 
 def math_scorer() -> Callable:
-    import math_verify  # noqa: F401 - now, and not in the first answer's time
+    import math_verify  # noqa: F401 - now, not within the first answer's time limit
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off; ours is the process
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that its time limits are off
     return equals
 
 
-def equals(given: str, is_expression: bool, answer: str) -> float | dict | None:
-    given, answer = (text.replace("\u2212", "-") for text in (given, answer))  # the minus sign of typography
+def equals(candidate: str, is_expression: bool, answer: str) -> float | dict | None:
+    candidate, answer = (text.replace("\u2212", "-") for text in (candidate, answer))  # the typographic minus sign
     best = None
-    # Signs as LaTeX come second, not first: the one of "5 m\u00b2" belongs to a unit.
-    for said, gold in dict.fromkeys([(given, answer), (in_latex(given), in_latex(answer))]):
-        found = compared(said, is_expression, gold)
-        if found == 1:
-            return found
-        best = found if found or best is None else best
+    # Signs as LaTeX come second: the one in "5 m\u00b2" belongs to a unit.
+    for form, gold in dict.fromkeys([(candidate, answer), (in_latex(candidate), in_latex(answer))]):
+        score = compared(form, is_expression, gold)
+        if score == 1:
+            return score
+        best = score if score or best is None else best
     return best
 
 
-def compared(given: str, is_expression: bool, answer: str) -> float | dict | None:
+def compared(candidate: str, is_expression: bool, answer: str) -> float | dict | None:
     from math_verify import verify
 
     gold = expression(answer)
     if not gold:
         return None
-    found = expression(given) if is_expression else parse(given)
-    if not verify(gold, found, timeout_seconds=None):
+    values = expression(candidate) if is_expression else parse(candidate)
+    if not verify(gold, values, timeout_seconds=None):
         return 0.0
-    whole = gold[0] if getattr(gold[0], "is_Integer", False) else None
-    said = " ".join(part for part in found if isinstance(part, str))[:LONGEST]
-    # Equal to a number, but perhaps the question over again, such as 12*34 for 408.
-    return 1.0 if whole is None or is_written(int(whole), said) else {"reward": 0.0, "unevaluated": 1.0}
+    gold_number = gold[0] if getattr(gold[0], "is_Integer", False) else None
+    texts = " ".join(part for part in values if isinstance(part, str))[:LONGEST]
+    # Equal to the number, but perhaps only the question again, such as 12*34 for 408.
+    return 1.0 if gold_number is None or is_written(int(gold_number), texts) else {"reward": 0.0, "unevaluated": 1.0}
 
 
-def is_written(whole: int, said: str) -> bool:
-    """Whether the number stands in the text as one writes it: its digits, also of 408.0, 4.08*10^2 and 40,800%."""
-    plain = POWER_OF_TEN.sub(lambda found: f"{found[1] or 1}e{found[2]}", said.replace("{,}", ","))
-    return any(abs(number) in (abs(whole), 100 * abs(whole)) for number in numbers(plain))
+def is_written(number: int, text: str) -> bool:
+    """Whether the text contains the number in digits, also as 408.0, 4.08*10^2 or 40,800%."""
+    plain = POWER_OF_TEN.sub(lambda match: f"{match[1] or 1}e{match[2]}", text.replace("{,}", ","))
+    return any(abs(value) in (abs(number), 100 * abs(number)) for value in numbers(plain))
 
 
 def expression(text: str) -> list:
-    """A text that is nothing but an expression: marked as LaTeX, or only a number in it would be found."""
+    """Parses a text that is nothing but an expression. It is marked as LaTeX; otherwise only a number in it would be
+    found."""
     text = ESCAPED.sub("", text).strip("* ")
     if "$" in text or "\\boxed" in text:
         return parse(text)
@@ -147,17 +149,17 @@ def parse(text: str) -> list:
 
 
 def spelled(text: str) -> str:
-    """An expression as LaTeX: functions as commands, without a unit, words as a text."""
+    """An expression as LaTeX: functions become commands, a unit is dropped, words become text."""
     text = FUNCTION.sub(r"\\\1", text)
     if len(text) > LONGEST:
         return text
-    if found := UNIT.fullmatch(text):
-        return found[1]
-    return rf"\text{{{text}}}" if WORDS.fullmatch(text) else text  # else a product: "listen" would be "silent"
+    if match := UNIT.fullmatch(text):
+        return match[1]
+    return rf"\text{{{text}}}" if WORDS.fullmatch(text) else text  # as products "listen" and "silent" would be equal
 
 
 def in_latex(text: str) -> str:
-    """Roots, powers, fractions and thousands in signs as models write them."""
+    """Signs that models write, as LaTeX: roots, powers, fractions and thousands."""
     text = re.sub(r"\u221a\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}", text).translate(SIGNS)
-    text = re.sub(f"[{RAISED}]+", lambda found: "^{" + found[0].translate(LOWERED) + "}", text)
+    text = re.sub(f"[{RAISED}]+", lambda match: "^{" + match[0].translate(LOWERED) + "}", text)
     return re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
