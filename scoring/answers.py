@@ -23,7 +23,7 @@ def multiple_choice(completions, answer, **columns) -> list[float | None]:
         gold_letter = str(gold).strip(" ().").upper()
         gold_letter = chr(ord("A") + int(gold_letter)) if re.fullmatch("[0-7]", gold_letter) else gold_letter
         if gold is not None and not CHOICE.fullmatch(gold_letter):
-            raise ValueError(f"answer {gold!r} is neither a letter from A to H nor its number from 0")
+            raise ValueError(f"answer {gold!r} is no letter from A to H, nor its number from 0")
         choices = CHOICE.findall(CHOICE_TEXT.sub(r"\1", answer_part(completion_text(completion))))
         scores.append(None if gold is None else float(bool(choices) and choices[-1] == gold_letter))
     return scores

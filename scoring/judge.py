@@ -66,7 +66,7 @@ def fill_in(template: str, row: dict) -> str:
     try:
         return template.format_map({name: "" if value is None else value for name, value in row.items()})
     except (KeyError, ValueError) as error:
-        raise ValueError(f"the judge's template: {error} is not one of the columns {', '.join(row)}.") from None
+        raise ValueError(f"the judge's template: {error} is not one of the columns, {', '.join(row)}.") from None
 
 
 def verdict(question: str, cfg, deadline: float) -> tuple[dict, str]:
