@@ -31,8 +31,9 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. What else is read (eval_solved here, or
-    reward_timeout in rewards.py) has its default in config.py; with a line here it is a flag, as one of your own is."""
+    """The flags of this script; the comment behind each is its help. Also read, at the defaults of config.py, are
+    eval_solved and dist_timeout, and in rewards.py reward_weights and reward_timeout. A line here makes a flag of
+    one."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -40,7 +41,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     model_id: str = "models/SmolLM2-135M-Instruct"  # folder or hub id of the model to train
     dataset_id: str = "examples/sums.py:rows"  # function, file or hub id; a row has a `prompt` and what rewards need
     eval_dataset_id: str | None = None  # held-out rows; unset: split "test" of dataset_id (a .jsonl has none: name one)
-    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # by name (0 or 1), or FILE.py:FUNCTION
+    reward_funcs: list[str] = field(default_factory=lambda: ["last_number"])  # of rewards.REWARDS, or FILE.py:FUNCTION
     generator: Literal["vllm", "hf"] = "vllm"  # servers sample, or a copy of the model in this process
     server_urls: list[str] = field(default_factory=lambda: ["http://127.0.0.1:8000"])  # of vllm_server.py
     prompts_per_step: int = 8  # of all ranks together
@@ -78,7 +79,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import utils
-from data import check_step_size, load_data
+from data import check_step_size, columns_of, load_data
 from inputs.processor import load_processor
 from inputs.prompts import begun_in, prompt_ids
 from inputs.trajectory import Trajectory
@@ -96,7 +97,8 @@ def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step. All ranks shuffle alike, anew in each epoch; rows that fill no step are left out."""
+    """This rank's share of a step, which parse_args has found to be a whole number. All ranks shuffle alike, anew in
+    each epoch; rows that do not fill a step are left out."""
     epoch, place = divmod(step, len(rows) // cfg.prompts_per_step)
     order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))
     numbers = order[place * cfg.prompts_per_step : (place + 1) * cfg.prompts_per_step]
@@ -125,7 +127,7 @@ async def sample(
     trajectories: list[Trajectory] = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         utils.check_fresh(group, range(step, step + 1), cfg.generator)  # an error if other weights sampled any token
-        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it: rewards see it
+        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it; rewards see it
         trajectories += [
             Trajectory(
                 row=row,
@@ -234,14 +236,14 @@ def update(model: nn.Module, optimizer, parts: list[dict[str, Tensor]], step: in
             with torch.no_grad():
                 part["old_logprobs"] = token_logprobs(model, part, cfg)
     optimizer.param_groups[0]["lr"] = lr = cfg.learning_rate * (1 - step / cfg.max_steps)
-    metrics: list[dict[str, float]] = []
+    first: dict[str, float] = {}
     for _ in range(cfg.num_iterations):
         numbers = accumulate_gradients(model, parts, cfg)
         norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm, error_if_nonfinite=True)
         optimizer.step()
         optimizer.zero_grad()
-        metrics.append(numbers | {"grad_norm": float(norm), "lr": lr})
-    return metrics[0]
+        first = first or numbers | {"grad_norm": float(norm), "lr": lr}
+    return first
 
 
 # ---- 5 weights to the generator -------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, f
 
 
 def train(cfg: Settings) -> None:
-    # Imported here, as it is much code, and no step needs it.
+    # Imported here so that `import train_minimal` stays light.
     from modeling.loading import load_hf_model
     from saving.checkpoints import save_model
     from startup.servers import make_generator
@@ -282,21 +284,22 @@ def train(cfg: Settings) -> None:
     folder = Path(cfg.output_dir, cfg.run_name or f"{Path(cfg.model_id).name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / "metrics.jsonl").exists():
         raise ConfigError(f"--run_name: {folder} holds a run already; give another name, or move it away.")
-    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # gloo on CPUs, NCCL on GPUs; without torchrun, too
+    rank, world, device = utils.init_distributed(cfg.dist_timeout)  # CPU tensors by gloo, GPU tensors by NCCL
     cfg = utils.computable(cfg, device)  # compute_dtype becomes float32 on a CPU that is slow in bfloat16
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
-    tokenizer, rewards = load_processor(cfg.model_id), get_reward_functions(cfg)
+    tokenizer = load_processor(cfg.model_id)
     rows, held_out = (fitting(split, tokenizer, cfg) for split in load_data(cfg))
-    check_step_size(len(rows), cfg.prompts_per_step, world)  # are there enough rows for one?
+    rewards = get_reward_functions(cfg, columns_of(rows))
+    check_step_size(len(rows), cfg.prompts_per_step, world)  # an error if there are too few rows for one
     model = load_hf_model(cfg, torch.float32).to(device)  # transformers' from_pretrained, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     generator = make_generator(cfg, model, tokenizer, device)  # servers, once they are ready, or a copy of the model
     push_weights(model, generator, 0)  # the server may still have an earlier run's weights
     TRAINER_STATE.max_steps = cfg.max_steps
 
-    for step in range(cfg.max_steps + 1):  # so many are done; after the last one only the evaluation is left
+    for step in range(cfg.max_steps + 1):  # steps done so far; after the last there is only the evaluation
         # What reward functions may ask for, as in TRL.
         TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)
         if cfg.eval_steps and (step % cfg.eval_steps == 0 or step == cfg.max_steps):
@@ -307,7 +310,7 @@ def train(cfg: Settings) -> None:
         if step == cfg.max_steps:
             break
         if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, rank)))  # so that evaluations do not change it
+            generator.seed(hash((cfg.seed, step, rank)))  # evaluations do not change it
         start = time.perf_counter()
         share, n = rows_of_step(rows, step, cfg), cfg.num_generations
         trajectories, scores = asyncio.run(sample(share, n, step, generator, rewards, cfg))  # [rows, n]
