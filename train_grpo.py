@@ -20,7 +20,8 @@ Section 1 is the loop, 8 the policy, reference and optimizer, 10 the evaluation,
 Read train_minimal.py first: the same algorithm in 340 lines. To try an idea you need not read this whole file. For an
 advantage read section 5; for a loss section 6, and `micro_loss` in section 7, which calls it; for a rollout the
 beginning of section 3; for an optimizer `make_optimizer`. docs/ideas.md has ideas that work. To remove a feature,
-delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`.
+delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; three of these
+lines follow one that is "enough without" them.
 
 Deliberate differences from the papers and from TRL:
 
@@ -35,7 +36,7 @@ Deliberate differences from the papers and from TRL:
 Shapes: B completions (this rank's share of a step), T tokens of the longest prompt + completion, N sampled tokens, V
 vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
-[B, functions] is what each function of --reward_funcs returned, `scores` [B] their sum weighted by --reward_weights,
+[B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights,
 `shaped_scores` [B] the scores after `shape_rewards` (section 5). In forward passes and losses a row may be part of a
 completion: one whose context starts anew, as an agent's may, becomes several rows (`split_restarts`). With --domains
 `cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
@@ -171,7 +172,7 @@ def train(
             colocate.trainers_turn(run, cfg)  # with --colocate the server sleeps until the push
             metrics |= rollout_metrics(trajectories, cfg) | collected
             returned = after_rollout(trajectories, run.memory, step, cfg)
-            trajectories, numbers = checks.with_numbers(returned, trajectories)  # sorted by group
+            trajectories, numbers = checks.after_rollout(returned, trajectories)  # sorted by group
             added = counts_by_origin(trajectories)  # trajectories that after_rollout added
             metrics |= numbers | added
 
@@ -191,6 +192,7 @@ def train(
                 metrics |= update(policy, run.optimizer, batch, step_cfg, step) if learns else {}
             metrics |= router_replay.metrics(unwrapped(policy).routing, batch)
             metrics |= gpu.metrics(run.size, trajectories, cfg, metrics["time/update"], run.device) if learns else {}
+            # Ends the run if trainer and generator gave this step's tokens different log-probs.
             agreement.check_step(metrics, cfg, compares=step == run.first and not added)
 
             with clock(metrics, "push"):
@@ -268,8 +270,8 @@ class PromptSampler:
 #     rollouts.call_rollout   --rollout: single_turn, multi_turn (tools, environments), agent, or your own:
 #                             async (rows, generator, cfg) -> cfg.num_generations trajectories of each row
 #
-# To write your own, copy `single_turn` (rollouts.py), or for several turns "A question asked again" in docs/ideas.md,
-# and register it: ROLLOUTS["mine"] = mine. An environment (--env) for two turns takes eight lines.
+# To write your own, copy `single_turn` (rollouts.py), or for several turns "A question asked again" in docs/ideas.md
+# (answer_to, next_prompt and trajectory_of of envs/turns.py), and register it: ROLLOUTS["mine"] = mine.
 
 
 class Collector:
@@ -313,11 +315,11 @@ async def sample_rows(
     """
 
     async def sample(number: int) -> tuple[list[Trajectory], bool]:
-        """The group, and whether it should be replaced."""
+        """The group, and whether another one should replace it: it is silent."""
         row = rows[number]
         settings = settings_at(step, rollouts.sampled_by(row, cfg))  # for the row's domain and number of completions
         calls = [rollout(row, generator, reward_functions, settings, versions)]
-        if "baselines" in needs(cfg):  # the advantage (end of section 5) compares with a greedy completion
+        if "baselines" in needs(cfg):  # the advantage compares with a greedy completion; `needs` is in section 6
             greedy = replace(settings, num_generations=1, temperature=0.0, purpose="baseline")
             calls.append(rollout(row, generator, reward_functions, greedy, versions))
         group, *greedy_groups = await asyncio.gather(*calls)
@@ -342,7 +344,7 @@ async def sample_rows(
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
     """Edit me: a schedule for sampling and scoring, such as replace(cfg, temperature=...) or max_completion_length. The
-    policy uses its temperature, too; losses and evaluations do not see it."""
+    policy uses its temperature, one for all rows of a step; losses and evaluations do not see it."""
     return cfg
 
 
@@ -436,6 +438,7 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, c
     """Fills in the log-probs that are needed before the first update. With one update per step and nothing that reads
     them, the ratio is 1 by construction and the policy makes no extra forward pass."""
     needed = needs(cfg)
+    # The ratio of later updates; see `pi_old` (section 7).
     ratio_moves = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     read = bool(needed & {"old_logprobs", "entropy", "sum_pi_squared"}) or cfg.kl_in_reward
     if ratio_moves or read or cfg.top_entropy_quantile < 1:
@@ -474,8 +477,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
     """
     where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns of the N sampled tokens
     # inputs: of the model, [R, L]. Completions a and b of a prompt p share one row: p p a a a b b. at_rows, at_columns
-    # [N]: the position in `inputs` that predicts each sampled token. targets [N]: the token, or [N, 1 + k] with the k
-    # that the teacher finds likeliest in its place.
+    # [N]: the position in `inputs` that predicts each sampled token, in the order of `where`. targets [N]: the token,
+    # or [N, 1 + k] with the k that the teacher finds likeliest in its place.
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
 
     def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
@@ -490,7 +493,9 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple
 # ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], numbers to log) =============================================
 
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index need
-# this rank alone; whiten and normalize work over all ranks, so every rank has to call them.
+# this rank alone; whiten and normalize work over all ranks, so every rank has to call them. `has_signal` (section 3)
+# and `leave_out` judge a group by its scores: edit them for an advantage that learns from reward_components where
+# scores are equal.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -533,9 +538,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     advantage, stats = ADVANTAGES[cfg.advantage], {}
     batch.extras |= checks.prepared(advantage, batch, cfg)
     batch.advantages = torch.zeros_like(batch.rewards)
-    # Without --domains there is one part, the whole batch.
-    for domain_cfg, rows, part in by_domain(batch, cfg):
-        advantages, numbers = checks.computed(advantage, part, domain_cfg)  # advantage(part, domain_cfg), checked
+    for domain_cfg, rows, part in by_domain(batch, cfg):  # without --domains one part, the whole batch
+        advantages, numbers = checks.computed(advantage, part, domain_cfg)  # = advantage(part, domain_cfg)
         batch.advantages = placed(advantages.to(batch.rewards.dtype), rows, batch.advantages)
         stats |= checks.metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
     return stats | sizes_of_advantages(batch)
@@ -563,9 +567,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 # docs/ideas.md):
 #
 #     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
-#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top; old_logprobs (which a loss
-#                                   always has); current_logprobs, taken before each update, for `prepare`, which then
-#                                   sees the old_logprobs that the loss will see
+#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top, old_logprobs (a loss has
+#                                   these in any case), and for `prepare` current_logprobs, computed before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
 #                                   or all ranks. A loss, which gets micro-batches, reads its rows of batch.extras[name]
 #     mine.check = function         (cfg) -> why it does not work with these settings, or None
@@ -574,9 +577,9 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
-# A loss is called for each micro-batch; what it returns for prompts and padding is ignored. A statistic is logged
-# as a mean over tokens ([B, T] or [B, 1]) or over rows ([B]); as the maximum if its name ends in _max. row_mean returns
-# [B, 1], row_sum [B].
+# A loss is called for each micro-batch, whose rows may be parts of completions (see the header); what it returns for
+# prompts and padding is ignored. A statistic is logged as a mean over tokens ([B, T] or [B, 1]) or over rows ([B]); as
+# the maximum if its name ends in _max. row_mean returns [B, 1], row_sum [B].
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -614,7 +617,7 @@ POLICY_LOSSES: dict[str, Callable[[Tensor, Batch, TrainConfig], tuple[Tensor, di
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k1": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20),  # unbiased, high variance; as a loss: no KL gradient
     "k2": lambda logprobs, ref: (logprobs - ref).clamp(-20, 20) ** 2 / 2,  # biased value, right gradient
-    "k3": lambda logprobs, ref: (y := (ref - logprobs).clamp(-20, 20)).exp() - y - 1,  # unbiased, >= 0 (GRPO); y = -x
+    "k3": lambda logprobs, ref: (y := (ref - logprobs).clamp(-20, 20)).exp() - y - 1,  # unbiased, >= 0 (GRPO)
     **MORE_KL,
 }
 
@@ -628,6 +631,23 @@ def own_term(logprobs: Tensor, entropy: Tensor | None, part: Batch, cfg: TrainCo
     simply summed if you set `own_term.weights = "sum"`.
     """
     return None, {}
+
+
+def in_use(cfg: TrainConfig) -> dict[str, Callable]:
+    """{flag and name: function} of the functions that this run uses. ConfigError for an unknown name."""
+    functions, tables = (
+        {"own_term": own_term},
+        {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS},
+    )
+    for flag, table in tables.items():
+        known_name(f"--{flag}", name := getattr(cfg, flag), table)
+        functions[f"--{flag} {name}"] = table[name]
+    return functions
+
+
+def needs(cfg: TrainConfig) -> set[str]:
+    """The fields of Batch that the functions in use declare in `needs`."""
+    return {name for function in in_use(cfg).values() for name in getattr(function, "needs", ())}
 
 
 def token_weights(loss_mask: Tensor, mode: str, *, num_tokens, num_sequences, max_tokens) -> Tensor:
@@ -695,17 +715,14 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B], bool. A critic, which is updated before there are advantages, learns from every row.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
-    skipped = True  # the model's backward pass, in all passes so far and on all ranks
+    two_stage = TwoStageBackward(policy)  # what the loss calls; it skips the model's backward pass if nothing needs it
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
-            two_stage = TwoStageBackward(policy)  # called by the loss in place of the policy
             with utils.in_part():  # a loss that takes a mean over the batch in here is refused
                 loss, stats = (loss_of or micro_loss)(two_stage, part, cfg)
-            # loss.backward() in two stages: from the loss to the log-probs, which is cheap, and through the model,
-            # unless no rank has a gradient. Ranks ask one another only until one has; the last pass is never skipped,
-            # as DDP reduces gradients there. DDP and FSDP average over ranks, where a sum is wanted.
-            skipped = two_stage.backward(loss * utils.world_size(), may_skip=skipped and not last)
+            # DDP and FSDP average gradients over ranks, where a sum is wanted. DDP does so in the last pass.
+            two_stage.backward(loss * utils.world_size(), last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
     return sums
@@ -713,7 +730,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
 
 def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Batch:
     """The batch with all that depends on the whole update: token weights, and what functions `prepare` (section 5)."""
-    batch = replace(batch, extras=dict(batch.extras))
+    batch = replace(batch, extras=dict(batch.extras))  # a copy: the next update prepares its own
     batch.weights, batch.update_tokens = weights_of_update(batch, cfg)  # [B, T], split like the rest of the batch
     if batch.advantages is None:  # a critic's update comes before the advantages
         return batch
@@ -798,7 +815,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     per sequence, and clamped to its bounds or set to 0 outside them (TIS, IcePop). It is also 0 for what --reject_by
     rejects and, with --off_policy_threshold (DeepSeek-V3.2), for tokens with A < 0 of completions that drifted too far.
     """
-    # Under --old_logprobs sampler pi_old is mu itself, and d, read by --reject_by alone, compares pi with it.
+    # batch.old_logprobs is pi_old here. If that is mu itself (sampler), d compares pi with mu, for --reject_by.
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
     d, w = mismatch(trainer, batch, cfg)  # log(trainer / generator) per token; exp(d), or of its sum over the sequence
     if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # sampler: the ratio contains the correction
@@ -841,7 +858,8 @@ class Policy(nn.Module):
             take_packed_rows(self.hf_model)
         self.balance = None  # enough without the next line; the function behind --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
-        self.never = vision.placeholder_tokens(model.config)  # stand for images; never sampled
+        # Empty for a model of text alone:
+        self.never = vision.placeholder_tokens(model.config)  # tokens that stand for images, never sampled
         # Weights that a pass without images does not use, although ranks have to reduce their gradients.
         self.of_images = image_weights(self.hf_model) if utils.world_size() > 1 else []
 
@@ -914,8 +932,8 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before sharding; lengths differ between passes
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    # Empties the policy. receive(module) then allocates the module on `device` with rank 0's values; modules that have
-    # received theirs are left alone.
+    # Empties the policy. receive(module) then allocates the module on `device` with rank 0's values, unless it has
+    # them; with --load_in it is the adapters alone that are received.
     receive = share_adapters if cfg.load_in else parameters.emptied(policy, device)
     if cfg.strategy == "ddp":
         receive(policy)
@@ -1023,7 +1041,8 @@ def weight_buckets(
     """
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
-    # Layers are not split, since checkpoints join some of their tensors.
+    # Layers are not split, since checkpoints join some of their tensors. Everything here is lazy: under FSDP1 a module
+    # has its weights only while one_by_one is at it.
     for _, layer in groupby(one_by_one(model), lambda found: parameters.layer_of(f"{found[0]}.")):
         for key, tensor in chain.from_iterable(parameters_of(name, module, dtype) for name, module in layer):
             if key not in names:
@@ -1171,23 +1190,6 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, Sequence[dict], 
     reward functions, processor, training rows and held-out rows."""
     checks.check_functions(in_use(cfg), cfg)
     return settled(cfg, format_row, load_hf_model)
-
-
-def in_use(cfg: TrainConfig) -> dict[str, Callable]:
-    """{flag and name: function} of the functions that this run uses. ConfigError for an unknown name."""
-    functions, tables = (
-        {"own_term": own_term},
-        {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS},
-    )
-    for flag, table in tables.items():
-        known_name(f"--{flag}", name := getattr(cfg, flag), table)
-        functions[f"--{flag} {name}"] = table[name]
-    return functions
-
-
-def needs(cfg: TrainConfig) -> set[str]:
-    """The fields of Batch that the functions in use declare in `needs`."""
-    return {name for function in in_use(cfg).values() for name in getattr(function, "needs", ())}
 
 
 # ==== main ===========================================================================================================

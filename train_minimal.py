@@ -31,9 +31,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. Also read, at the defaults of config.py, are
-    eval_solved and dist_timeout, and in rewards.py reward_weights and reward_timeout. A line here makes a flag of
-    one."""
+    """The flags of this script; the comment behind each is its help. Also read, at the defaults of config.py:
+    eval_solved and dist_timeout, and in rewards.py reward_weights and reward_timeout. A line here makes one a flag."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN

@@ -145,7 +145,7 @@ def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
 # ---- numbers over ranks ---------------------------------------------------------------------------------------------
 
 
-def with_numbers(returned, sampled: list = ()) -> tuple[list, dict]:
+def after_rollout(returned, sampled: list = ()) -> tuple[list, dict]:
     """(trajectories by group, metrics) from after_rollout's return value; `sampled` are those it was given. A
     trajectory that has the row of a sampled one gets its row number, too. The placeholder of a rank on which all had
     failed is dropped if others were added. Collective."""

@@ -9,10 +9,15 @@ import utils
 
 class TwoStageBackward:
     """Calls the policy for a loss, and takes the loss's gradient back in two stages: first to what the policy returned
-    (log-probs, entropy), which is cheap, then from there through the model."""
+    (log-probs, entropy), which is cheap; then, if there is any, through the model.
+
+    The second stage is skipped until some rank has a gradient, so passes that may have none come first. Advantages of 0
+    would not be enough to tell: a KL term may still have a gradient. A loss reaches parameters only through what the
+    policy returned.
+    """
 
     def __init__(self, policy: nn.Module):
-        self.policy = policy
+        self.policy, self.skips = policy, True
         self.pairs: list[tuple[Tensor, Tensor]] = []  # (an output of the policy, its values as a leaf)
 
     def __call__(self, *inputs) -> list[Tensor]:
@@ -21,13 +26,13 @@ class TwoStageBackward:
         self.pairs.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
         return leaves
 
-    def backward(self, loss: Tensor, may_skip: bool) -> bool:
-        """Like `loss.backward()`. With may_skip the second stage is left out if the first finds a gradient of 0 on
-        all ranks; returns whether it was. Advantages of 0 would not be enough to tell: a KL term may still have a
-        gradient. All ranks take the same branch, as FSDP's collectives have to match."""
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """`loss.backward()`. The last pass is not skipped: DDP waits for it. All ranks take the same branch, or FSDP's
+        collectives would not match; once one has a gradient, they need not ask one another."""
         returned, leaves = zip(*self.pairs, strict=True)
+        self.pairs = []
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        if may_skip and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
-            return True
+        if self.skips and not last and not utils.all_max(int(any(bool(gradient.any()) for gradient in gradients))):
+            return
+        self.skips = False
         torch.autograd.backward(returned, gradients)
-        return False

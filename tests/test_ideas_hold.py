@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import train_grpo as script
 import utils
 from algorithms import optimizers
-from algorithms.checks import with_numbers
+from algorithms.checks import after_rollout
 from batch import collate
 from config import ConfigError, TrainConfig, load_config
 from inputs.trajectory import Trajectory, empty_trajectory
@@ -55,7 +55,7 @@ def numbers_of_a_step() -> dict:
     mine = mine or [empty_trajectory({"prompt": "x"}, CFG)]
     scores = [sum(t.token_rewards) for t in mine]
     returned = {"score": sum(scores) / len(mine), "scores": scores, "score_sum": sum(scores), "score_max": max(scores)}
-    mine, metrics = with_numbers((mine, returned), mine)
+    mine, metrics = after_rollout((mine, returned), mine)
     metrics |= rollout_metrics(mine)
     batch = collate(mine, 0, CPU, rank)
 
@@ -260,7 +260,7 @@ def test_a_row_number_is_that_of_the_row():
     for t in sampled:
         t.row = {"prompt": str(t.group)}
     relabelled = replace(sampled[0], row=sampled[1].row, group=8, info=dict(sampled[0].info))
-    returned, _ = with_numbers([*sampled, relabelled], sampled)
+    returned, _ = after_rollout([*sampled, relabelled], sampled)
     assert [t.info["row_number"] for t in returned] == [3, 8, 8]
 
 

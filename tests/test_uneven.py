@@ -9,7 +9,7 @@ from ranks import on_ranks
 
 import train_grpo as script
 import utils
-from algorithms.checks import with_numbers
+from algorithms.checks import after_rollout
 from config import TrainConfig
 from inputs.trajectory import Trajectory, empty_trajectory
 from modeling.packing import minibatches
@@ -132,8 +132,8 @@ def test_a_rank_of_demonstrations_alone(found):
 
 def test_a_demonstration_takes_the_place_of_the_placeholder():
     placeholder, demonstration = empty_trajectory({}, TrainConfig()), Trajectory({}, 0, [1], [2], [1], [0.0], [1.0])
-    assert with_numbers([placeholder, demonstration]) == ([demonstration], {})
-    assert with_numbers(([placeholder], {"seen": 1})) == ([placeholder], {})  # of no completion
+    assert after_rollout([placeholder, demonstration]) == ([demonstration], {})
+    assert after_rollout(([placeholder], {"seen": 1})) == ([placeholder], {})  # of no completion
 
 
 def test_a_minibatch_without_rows_is_no_completion(found):
