@@ -1,17 +1,17 @@
-"""What sampling while the trainer updates saves: train_grpo.py against train_async.py.  No GPU.
+"""What sampling while the trainer updates saves where scores take their time: train_grpo.py against train_async.py. No
+GPU.
 
-    python benchmarks/overlap.py                                    # about 40 minutes on two idle cores
-    python benchmarks/overlap.py --mode tails                       # scores that take their time
+    python benchmarks/overlap.py                                    # two hours on two idle cores, by estimate
 
 A live vLLM server and the trainer are each pinned to a core of their own, which is what two GPUs are to them. SmolLM2
 (135 M, LoRA), the demo's batch of 8 prompts x 8 completions, an update and a push a step, all alike in the scripts that
 are compared; they run in turn, `repetitions` times. The first two steps of each run are left out: the server compiles,
 and nothing was sampled ahead.
 
-tails: a judge answers in lognormal times (slow_judge.py), as tools, tests in a sandbox and judges do; their means are
---waits. What trainer and server compute is the same.
+A judge answers in lognormal times (slow_judge.py), as tools, tests in a sandbox and judges do; their means are --waits.
+What trainer and server compute is the same.
 
-Written to benchmarks/results/overlap.md and overlap_tails.md.
+Written to benchmarks/results/overlap.md.
 """
 
 import argparse
@@ -34,9 +34,8 @@ MODEL, FOLDER = "models/SmolLM2-135M-Instruct", ROOT / "runs" / "overlap"
 COMMON = (
     f"--model_id {MODEL} --dataset_id examples/sums.py:rows --max_prompt_length 128 --max_completion_length 12 "
     "--min_completion_length 12 --learning_rate 3e-4 --use_peft --lora_r 32 --lora_alpha 64 "
-    "--print_samples_every 0 --logprob_diff_limit 1 "
+    "--print_samples_every 0 --logprob_diff_limit 1 --reward_funcs benchmarks/slow_judge.py:judge"
 )
-MODES = {"equal": "--reward_funcs last_number", "tails": "--reward_funcs benchmarks/slow_judge.py:judge"}
 AHEAD = {f"in_flight_{n}x": n for n in (2, 3, 4)}  # groups begun and not trained on, as a multiple of a step's
 SYSTEMS = ["train_grpo.py", *AHEAD]
 
@@ -59,7 +58,7 @@ def measure(name: str, wait: float, args: argparse.Namespace) -> dict[str, float
     serve += ["--exit-with-parent"]
     server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
     script = "train_async.py" if name in AHEAD else "train_grpo.py"
-    flags = (COMMON + MODES[args.mode]).split() + ["--max_steps", str(args.steps)]
+    flags = [*COMMON.split(), "--max_steps", str(args.steps)]
     ahead = ["--in_flight", str(AHEAD.get(name, 0) * args.prompts), "--max_staleness", str(args.max_staleness)]
     flags += ahead if name in AHEAD else []
     flags += ["--prompts_per_step", str(args.prompts), "--num_generations", str(args.generations)]
@@ -94,16 +93,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--mode", choices=MODES, default="equal")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--max_staleness", type=int, default=4)
-    parser.add_argument("--waits", type=float, nargs="+", default=[0.5, 1, 2], help="mean seconds of an answer, tails")
+    parser.add_argument("--waits", type=float, nargs="+", default=[0.5, 1, 2], help="mean seconds of an answer")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    waits = args.waits if args.mode == "tails" else [0.0]
-    cases = [(wait, name) for wait in waits for name in args.systems]
+    cases = [(wait, name) for wait in args.waits for name in args.systems]
     found: dict[tuple, list[dict]] = {case: [] for case in cases}
     for repetition in range(args.repetitions):
         for wait, name in cases:
@@ -123,10 +120,8 @@ def main() -> None:
     for (wait, name), row in medians.items():
         times = medians[wait, args.systems[0]]["seconds"] / row["seconds"]
         cells = [f"{row['seconds']:.2f}", f"{times:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
-        waiting = f"{wait:g} s: " if wait else ""
-        lines.append(f"| {waiting}{name} | {' | '.join(cells)} |")
-    path = ROOT / "benchmarks" / "results" / f"overlap{'' if args.mode == 'equal' else f'_{args.mode}'}.md"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines.append(f"| {wait:g} s: {name} | {' | '.join(cells)} |")
+    (ROOT / "benchmarks" / "results" / "overlap.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""A judge whose answers take lognormal times (sigma 1) of mean $SLOW seconds, for overlap.py --mode tails."""
+"""A judge whose answers take lognormal times (sigma 1) of mean $SLOW seconds, for overlap.py."""
 
 import asyncio
 import os

@@ -71,8 +71,8 @@ def reward(completions, **columns):
     return [float(len(completion[0]["content"]) % 7) for completion in completions]
 
 
-def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> float:
-    """512 chat prompts as jsonl, all of `prompt_tokens` tokens if given. Returns their mean length in tokens."""
+def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> None:
+    """512 chat prompts as jsonl, all of `prompt_tokens` tokens if given."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -82,7 +82,6 @@ def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> float:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         return messages, len(ids)
 
-    lengths = []
     with path.open("w", encoding="utf-8") as file:
         for i in range(512):
             question = f"What is {i % 9 + 1} + {i * 7 % 9 + 1}? Answer with just the number."
@@ -91,9 +90,7 @@ def write_prompts(path: Path, model: str, prompt_tokens: int | None) -> float:
                 messages, length = chat("so" + " so" * (prompt_tokens - length - 2) + f". {question}")
                 if length != prompt_tokens:
                     raise RuntimeError(f"prompt {i} has {length} tokens, not {prompt_tokens}; mend write_prompts")
-            lengths.append(length)
             file.write(json.dumps({"prompt": messages}) + "\n")
-    return statistics.mean(lengths)
 
 
 # ---- TRL's side, in a process of its own ----------------------------------------------------------------------------

@@ -8,16 +8,11 @@ first, uniformly from 0 to all of them: with colours and kinds at random, nearly
 
 import re
 
-from scenes import COLORS, KINDS, draw, place, stream
-
-SPLITS = {"train": 2000, "test": 400}
+from scenes import COLORS, KINDS, draw, place, rows_of
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r}: counting has 'train' and 'test'.")
-    rng = stream("counting", split, seed)
-    return [row(rng) for _ in range(SPLITS[split])]
+    return rows_of("counting", row, split, seed)
 
 
 def row(rng, most: int = 6) -> dict:

@@ -15,6 +15,7 @@ import re
 from config import ConfigError
 from envs.base import Environment
 
+FROZEN = 0.8  # share of a lake's cells
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 
@@ -49,18 +50,15 @@ class FrozenLake(Board):
     which way: small models read no maps.
     """
 
-    def __init__(
-        self, size: int = 4, frozen: float = 0.8, slippery: bool = False, penalty: float = 0.1, compass: bool = False
-    ):
+    def __init__(self, size: int = 4, slippery: bool = False, compass: bool = False):
         allowed("frozenlake", "size", size, size >= 2, "at least 2")
-        allowed("frozenlake", "frozen", frozen, 0 < frozen <= 1, "a share above 0, at most 1")
-        self.size, self.frozen, self.slippery, self.penalty, self.compass = size, frozen, slippery, penalty, compass
+        self.size, self.slippery, self.compass = size, slippery, compass
 
     def reset(self, row, seed):
         self.random = random.Random(seed)
         while True:
             cells = [
-                ["." if self.random.random() < self.frozen else "O" for _ in range(self.size)] for _ in range(self.size)
+                ["." if self.random.random() < FROZEN else "O" for _ in range(self.size)] for _ in range(self.size)
             ]
             start, goal = self.random.sample([(r, c) for r in range(self.size) for c in range(self.size)], 2)
             cells[start[0]][start[1]], cells[goal[0]][goal[1]] = ".", "G"

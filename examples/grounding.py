@@ -7,18 +7,14 @@ Coordinates are whole numbers on a grid of GRID x GRID cells over the image; `bo
 
 import re
 
-from scenes import COLORS, KINDS, SIZE, draw, place, stream
+from scenes import COLORS, KINDS, SIZE, draw, place, rows_of
 
 GRID = 32
 EXTENTS = (0.28, 0.42)  # of the shapes, as a share of the image
-SPLITS = {"train": 2000, "test": 400}
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r}: grounding has 'train' and 'test'.")
-    rng = stream("grounding", split, seed)
-    return [row(rng) for _ in range(SPLITS[split])]
+    return rows_of("grounding", row, split, seed)
 
 
 def row(rng, fewest: int = 2, most: int = 3) -> dict:

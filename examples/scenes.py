@@ -4,6 +4,7 @@ The picture tasks beside this file share them. `rng` is a random.Random and deci
 """
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image, ImageDraw
 COLORS = {"red": (205, 45, 45), "green": (50, 165, 70), "blue": (50, 85, 215), "yellow": (230, 200, 45)}
 KINDS = ("square", "circle", "triangle")
 SIZE = 64  # pixels, of either side of an image
+SPLITS = {"train": 2000, "test": 400}
 
 
 class Shape(NamedTuple):
@@ -23,6 +25,14 @@ class Shape(NamedTuple):
 def stream(*names) -> random.Random:
     """A random stream of its own for each tuple of names, such as ("counting", "test", 42)."""
     return random.Random(" ".join(map(str, names)))
+
+
+def rows_of(task: str, row: Callable, split: str, seed: int) -> list[dict]:
+    """row(rng), so many times as the split has rows."""
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: {task} has 'train' and 'test'.")
+    rng = stream(task, split, seed)
+    return [row(rng) for _ in range(SPLITS[split])]
 
 
 def place(rng: random.Random, looks: list[tuple[str, str]], extents=(0.2, 0.32), size: int = SIZE) -> list[Shape]:

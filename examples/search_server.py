@@ -4,11 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
-try:
-    import bm25s
-except ImportError:
-    text = "bm25s is not installed; pip install -c requirements-optional.txt bm25s"
-    raise ModuleNotFoundError(text, name="bm25s") from None
+import bm25s  # pip install -c requirements-optional.txt bm25s
 from mcp.server.mcpserver import MCPServer
 
 sys.path.append(str(Path(__file__).parent))

@@ -49,10 +49,7 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
 
 
 class Shop(Environment):
-    """An action that the page does not offer changes nothing and costs `penalty`."""
-
-    def __init__(self, penalty: float = 0.1):
-        self.penalty = penalty
+    """An action that the page does not offer changes nothing and costs .1."""
 
     def reset(self, row, seed):
         self.wish, self.target = row, CATALOGUE[row["target"]]
@@ -86,7 +83,7 @@ class Shop(Environment):
             self.page, self.item, self.chosen = 0, None, {}
         elif verb != "click" or word not in self.buttons():
             message = f"That is no action here.\n{self.view()}"
-            return [{"role": "user", "content": message}], -self.penalty, False, {"valid": 0.0}
+            return [{"role": "user", "content": message}], -0.1, False, {"valid": 0.0}
         elif word == "buy":
             self.points = self.worth()
             return [], self.points, True, {"valid": 1.0}

@@ -9,9 +9,6 @@ other ordered pairs. `seed` draws them, so train and test must be given the same
 
 import itertools
 import random
-import re
-
-from rewards import completion_text
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
@@ -31,13 +28,3 @@ def rows(split: str = "train", seed: int = 42) -> list[dict]:
 
 def message(a: int, b: int) -> dict:
     return {"role": "user", "content": f"What is {a} + {b}? Answer with just the number."}
-
-
-def digits(completions, answer, **columns) -> list[float]:
-    """Share of the last number's digits that are right, from its last one on; a digit too many is a wrong one."""
-    scores = []
-    for completion, right in zip(completions, answer, strict=True):
-        said = (re.findall(r"\d+", completion_text(completion)) or [""])[-1]
-        same = sum(a == b for a, b in zip(reversed(said), reversed(right), strict=False))
-        scores.append(same / max(len(said), len(right)))
-    return scores

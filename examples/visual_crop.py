@@ -13,21 +13,17 @@ import re
 
 import counting
 from PIL import Image
-from scenes import SIZE, stream
+from scenes import SIZE, rows_of
 
 from envs import Environment
 from inputs.pictures import load_image
 
-SPLITS = {"train": 2000, "test": 400}
 PLACES = [f"{row} {column}" for row in ("upper", "middle", "lower") for column in ("left", "middle", "right")]
 GRID = 6  # cells along each edge, in which boxes are given: a scene is two wide
 
 
 def rows(split: str = "train", seed: int = 42) -> list[dict]:
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r}: visual_crop has 'train' and 'test'.")
-    rng = stream("visual_crop", split, seed)
-    return [row(rng) for _ in range(SPLITS[split])]
+    return rows_of("visual_crop", row, split, seed)
 
 
 def row(rng) -> dict:

@@ -21,7 +21,6 @@ Rows of your own (--dataset_id) need --reward_funcs, too. Exit status 0: both ho
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import subprocess
@@ -36,6 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from forks import Fork, get_ready, places  # noqa: E402
 from orphans import ends_with_us  # noqa: E402
 
+from config import ConfigError, load_function  # noqa: E402
 from runfiles.reading import read_metrics  # noqa: E402
 
 LEARNED = 0.5
@@ -68,15 +68,11 @@ PARTS = """    A policy loss and own_term see one micro-batch, which may hold pa
     An optimizer's step sees flat pieces of the weights under --strategy fsdp."""
 
 
-def learns(script: str, task: list[str], flags: tuple[str, ...]) -> tuple[int, bool]:
+def learns(script: str, task: list[str], flags: list[str], given: argparse.Namespace) -> tuple[int, bool]:
     """Exit status of the first part, and whether the script ran to its end."""
     critic = CRITIC if "critic_learning_rate" in Path(script).read_text(encoding="utf-8") else []
-    kept = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     with tempfile.TemporaryDirectory() as temporary:
-        kept.add_argument("--output_dir", default=temporary)
-        kept.add_argument("--run_name", default="check")
-        given, _ = kept.parse_known_args(flags)
-        folder, name = given.output_dir, given.run_name
+        folder, name = given.output_dir or temporary, given.run_name
         run = ["--output_dir", folder, "--run_name", name]
         # One thread: the model is small, and more threads wait for each other longer than they compute.
         command = [sys.executable, script, *task, *FLAGS, *critic, *run, *flags]
@@ -93,7 +89,7 @@ def learns(script: str, task: list[str], flags: tuple[str, ...]) -> tuple[int, b
     return 0 if last > LEARNED else 1, True
 
 
-def same(script: str, task: list[str], flags: tuple[str, ...]) -> int:
+def same(script: str, task: list[str], flags: list[str]) -> int:
     """Exit status of the second part."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"}
     with tempfile.TemporaryDirectory() as folder:
@@ -146,18 +142,13 @@ def compared(steps: list[list[dict]]) -> int:
     return 0
 
 
-def dump(script: str, task: list[str], flags: tuple[str, ...], folder: str) -> int:
+def dump(script: str, task: list[str], flags: list[str], folder: str) -> int:
     """Exit status of a step of the script, in this process, whose first update is left in the folder."""
     from safetensors.torch import save_file
     from torch import Tensor
 
-    spec = importlib.util.spec_from_file_location("dumped", script)
-    module = sys.modules["dumped"] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    spec.loader.exec_module(module)
-    if not hasattr(module, "accumulate_gradients"):
-        sys.exit(f"check: {script} has no update of its own to dump; give train_grpo.py or a copy of it")
-    original = module.accumulate_gradients
+    original = load_function(f"{script}:accumulate_gradients")
+    module = sys.modules[original.__module__]
 
     def accumulate_gradients(policy, batch, cfg, *given):
         module.accumulate_gradients = original
@@ -184,24 +175,25 @@ def toy_task() -> list[str]:
     return ["--model_id", str(model), "--dataset_id", f"{toy}:rows", "--reward_funcs", f"{toy}:tens"]
 
 
-def main(script: str, *flags: str) -> int:
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--dump", metavar="FOLDER", help="neither: leave one update there")
+    parser.add_argument("--output_dir", help="keep the toy's run there; default: nowhere")
+    parser.add_argument("--run_name", default="check")
+    given, flags = parser.parse_known_args(words)
+    script = flags.pop(0) if flags and not flags[0].startswith("--") else str(ROOT / "train_grpo.py")
     task = toy_task()
+    if given.dump:
+        return dump(script, task, flags, given.dump)
     get_ready()  # meanwhile
-    status, ran = learns(script, task, flags)
+    status, ran = learns(script, task, flags, given)
     return (same(script, task, flags) if ran else 0) or status
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    if {"-h", "--help"} & {*arguments}:
-        print(__doc__, "Flags of the script: python train_grpo.py --help", sep="\n")
-        sys.exit()
-    if not arguments or arguments[0].startswith("--"):
-        arguments.insert(0, str(ROOT / "train_grpo.py"))
-    if "--dump" in arguments:
-        at = arguments.index("--dump")
-        if not arguments[at + 1 :]:
-            sys.exit("check: --dump needs a folder: --dump FOLDER")
-        script, *flags = arguments[:at] + arguments[at + 2 :]
-        sys.exit(dump(script, toy_task(), flags, *arguments[at + 1 : at + 2]))
-    sys.exit(main(*arguments))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as error:
+        sys.exit(f"check: {error}")

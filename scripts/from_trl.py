@@ -163,12 +163,6 @@ def arguments(script: Script, by_hand: list[str], notes: list[str]) -> dict:
     flags: dict = {}
     given = script.given("GRPOTrainer", "model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 
-    def one(name: str, flag: str, read) -> None:
-        try:
-            flags[flag] = read(given[name])
-        except ValueError:
-            by_hand.append(f"{name} = {ast.unparse(given[name])}: --{flag}, with what is at the top of a file")
-
     def several(node: ast.AST) -> list:
         node = script.node(node)
         return [script.place(part) for part in (node.elts if isinstance(node, ast.List) else [node])]
@@ -186,7 +180,11 @@ def arguments(script: Script, by_hand: list[str], notes: list[str]) -> dict:
     }  # fmt: skip
     for name in given:
         if name in readers:
-            one(name, *readers[name])
+            flag, read = readers[name]
+            try:
+                flags[flag] = read(given[name])
+            except ValueError:
+                by_hand.append(f"{name} = {ast.unparse(given[name])}: --{flag}, with what is at the top of a file")
         elif name not in ("args", "peft_config", "processing_class"):
             by_hand.append(f"{name} = {ast.unparse(given[name])}: {BY_HAND.get(name, 'no flag here')}")
     if "peft_config" in given:

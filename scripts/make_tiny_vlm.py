@@ -142,7 +142,7 @@ def warm_start(model, processor):
     rng, known = stream("warm start", SEED), {}
     optimizers = build_optimizers(model)
     decay = [torch.optim.lr_scheduler.LambdaLR(o, learning_rate_factor) for o in optimizers]
-    begin, losses = time.perf_counter(), {"counting": [], "grounding": []}
+    begin, losses = time.perf_counter(), {}
     for step in range(1, STEPS + 1):
         most = max(1, math.floor(3 * min(2 * step / STEPS, 1)))
         tasks = {"counting": counting.row, "grounding": partial(grounding.row, fewest=1, most=most)}
@@ -150,15 +150,14 @@ def warm_start(model, processor):
             rows = [careless(rng, task(rng)) for _ in range(BATCH)]
             loss = answer_loss(model, *encode(processor, rows, known))
             loss.backward()
-            losses[name].append(loss.item())
+            losses[name] = loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for each in (*optimizers, *decay):
             each.step()
         model.zero_grad()
         if step % 25 == 0 or step == STEPS:
-            means = ", ".join(f"{name} {sum(values) / len(values):.3f}" for name, values in losses.items())
-            print(f"step {step}/{STEPS}: loss {means}, {time.perf_counter() - begin:.0f} s", flush=True)
-            losses = {name: [] for name in losses}
+            said = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+            print(f"step {step}/{STEPS}: loss {said}, {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def careless(rng, row):

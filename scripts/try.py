@@ -12,7 +12,6 @@ functions are called. A typed completion ends with the token that ends a turn. `
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import ConfigError, load_config  # noqa: E402
+from config import ConfigError, load_config, load_function  # noqa: E402
 
 
 class Typed:
@@ -149,18 +148,14 @@ def main(words: list[str]) -> None:
     parser.add_argument("--gpus", type=int, help="say by plan.py whether the run fits on so many GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given, flags = parser.parse_known_args(words)
-    path = Path(flags.pop(0)) if flags and flags[0].endswith(".py") else Path("train_grpo.py")
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such script")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    path = flags.pop(0) if flags and flags[0].endswith(".py") else "train_grpo.py"
+    script = sys.modules[load_function(f"{path}:setup").__module__]
     cfg = load_config(script.TrainConfig, [*flags, "--generator", "hf"])
     cfg, reward_functions, processor, rows, held_out = script.setup(cfg)
     found = of_rows(rows, held_out, given, cfg, processor)
     found |= of_group(script, dict(rows[given.row]), given, cfg, processor, reward_functions)
     start = f"torchrun --nproc_per_node={given.gpus}" if given.gpus else "python"
-    found |= {"fit": fit(flags, given.gpus), "command": " ".join([start, str(path), *flags])}
+    found |= {"fit": fit(flags, given.gpus), "command": " ".join([start, path, *flags])}
     print(json.dumps(found, default=str)) if given.json else show(found)
 
 

@@ -54,6 +54,7 @@ from inputs.processor import load_processor, with_template_kwargs
 from inputs.trajectory import Completion
 from modeling.model import rope_index_of
 from rollouts import look_at, with_parser
+from safety.results import warn_once
 from saving import checkpoints
 
 
@@ -61,11 +62,10 @@ class Demonstrator:
     """Says in every turn of one trajectory what the function says; takes the sampler's place.
 
     stream: names the draws that the function makes from python's `random`. They are seeded turn by turn: the order in
-    which trajectories come to their turns is the threads'. too_long: takes the tokens of every text that is cut."""
+    which trajectories come to their turns is the threads'."""
 
-    def __init__(self, function, row: dict, environment, processor, rope_index, stream: str, too_long: list):
-        self.function, self.row, self.environment, self.answers = function, row, environment, []
-        self.stream, self.too_long = stream, too_long
+    def __init__(self, function, row: dict, environment, processor, rope_index, stream: str):
+        self.function, self.row, self.environment, self.answers, self.stream = function, row, environment, [], stream
         self.tokenizer, self.rope_index = processor, rope_index
         self.asked = 0  # how often, by an agent
         if environment is None:
@@ -89,20 +89,19 @@ class Demonstrator:
         text = self.function(self.row, self.environment, self.answers)
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         reason = "stop" if len(ids) <= max_tokens else "length"
-        self.too_long += [len(ids)] if reason == "length" else []
+        if reason == "length":
+            told = f"a text of {len(ids)} tokens was cut and is learned without an end: raise --max_turn_length or "
+            warn_once(f"{told}--max_completion_length, or write shorter ones", "warm_start")
         seen = expanded.token_ids if expanded else sent
         return [Completion(ids[:max_tokens], [0.0] * len(ids[:max_tokens]), reason, 0, list(seen))]
 
 
-async def demonstrate(
-    rows: list[dict], function, processor, rope_index, cfg: TrainConfig, step: int = 0, too_long: list | None = None
-) -> list:
+async def demonstrate(rows: list[dict], function, processor, rope_index, cfg: TrainConfig, step: int = 0) -> list:
     make, tasks, played = None if cfg.agent else adapters.environment_maker(cfg), [], []
-    too_long = [] if too_long is None else too_long
     for group, row in enumerate(rows):
         for member in range(cfg.num_generations):
             environment, stream = make and make(), f"{cfg.seed} {step} {group} {member}"
-            shown = Demonstrator(function, row, environment, processor, rope_index, stream, too_long)
+            shown = Demonstrator(function, row, environment, processor, rope_index, stream)
             if cfg.agent:
                 tasks.append(agents.play(row, group, shown, cfg))
             else:
@@ -134,21 +133,15 @@ def main(cfg: WarmConfig) -> None:
         script.PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed),
     )
     pad_id, start = getattr(processor, "tokenizer", processor).pad_token_id or 0, time.perf_counter()
-    too_long, turns, rope_index = [], 0, rope_index_of(inner.hf_model)
+    rope_index = rope_index_of(inner.hf_model)
     for step in range(cfg.max_steps):
         chosen = [rows[i] for i in sampler.next(step)]
-        trajectories = asyncio.run(demonstrate(chosen, function, processor, rope_index, cfg, step, too_long))
-        turns += sum(t.turns for t in trajectories)
+        trajectories = asyncio.run(demonstrate(chosen, function, processor, rope_index, cfg, step))
         batch = script.collate(trajectories, pad_id, device)
         batch.advantages = batch.loss_mask.clone()  # 1: the loss is minus the log-likelihood
         metrics = script.update(policy, optimizer, batch, cfg, step)
         if (step + 1) % 10 == 0 or step + 1 == cfg.max_steps:
             print(f"step {step + 1}/{cfg.max_steps}: loss {metrics['loss']:.3f}, {time.perf_counter() - start:.0f} s")
-    if too_long:
-        print(
-            f"warm_start: {len(too_long)} of {turns} texts were cut, the longest of {max(too_long)} tokens, and "
-            "learned without an end: raise --max_turn_length or --max_completion_length, or write shorter ones."
-        )
     run_dir = Path(cfg.output_dir) / (cfg.run_name or f"{Path(cfg.model_id).name}-warm")
     buckets, modules = script.weight_buckets(policy, 2**30, next(policy.parameters()).dtype), {"policy": (policy, None)}
     checkpoints.save_checkpoint(run_dir, cfg.max_steps, modules, inner.hf_model, buckets, processor, {}, {}, 1)

@@ -1,6 +1,5 @@
 """README.md and docs/ are true: blocks run as they stand, flags, files and links exist, metrics are explained."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ import plan
 import train_grpo
 import train_ppo
 from algorithms import optimizers
-from config import ConfigError, load_config
+from config import ConfigError, load_config, load_function
 
 PAGES = sorted(
     [
@@ -107,10 +106,7 @@ def with_optimizer(folder: Path, block: str) -> Path:
 
 def groups_of(path: str) -> dict:
     """What make_optimizer of a script makes under each --strategy: [(lr_scale, names)], or why it was refused."""
-    spec = importlib.util.spec_from_file_location("edited", path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules["edited"] = script
-    spec.loader.exec_module(script)
+    script = sys.modules[load_function(f"{path}:train").__module__]
     found: dict = {}
     for strategy in ("ddp", "fsdp", "fsdp2"):
         cfg = script.TrainConfig(model_id=str(make_tiny()), compute_dtype="float32", strategy=strategy)
