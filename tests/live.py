@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import requests
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -66,6 +67,15 @@ class Process:
             time.sleep(0.002)
         assert found, f"{'ended' if ended else 'waited'} after {limit} s: {self.text[-4000:]}"
         return found
+
+    def answer(self, url: str) -> None:
+        """Wait until there is any answer from `url`."""
+
+        def answered() -> int | None:
+            with contextlib.suppress(requests.ConnectionError):
+                return requests.get(url, timeout=10).status_code
+
+        self.until(answered)
 
     def end(self, limit: float = 240) -> int:
         """Wait for the end; the largest exit status. A process that does not end fails the test."""

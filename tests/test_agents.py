@@ -9,17 +9,17 @@ import openai
 import psutil
 import pytest
 import requests
+import test_turns
 import torch
 from live import ROOT, SMALL, trained
 from test_server import moved, named, push
-from test_turns import tokenizer_of
 from tiers import by_default
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentic import agents
 from agentic.recorder import Conversation, read_answer, recorder
 from config import TrainConfig
-from inputs.trajectory import Completion, TrajectoryError
+from inputs.trajectory import TrajectoryError
 from rollouts import trajectory_fault
 from vllm_client import VLLMClient
 
@@ -30,23 +30,18 @@ SYSTEM, ASKED = {"role": "system", "content": "You add."}, {"role": "user", "con
 ROW = {"prompt": [ASKED], "answer": 5}
 
 
-class Scripted:
-    """Says given turns, each in odd pieces as a model may spell it, and remembers what it saw and said."""
-
-    rope_index = None
+class Scripted(test_turns.Scripted):
+    """Says its turns one after another, whoever asks."""
 
     def __init__(self, template: str, turns: list[str], seconds: float = 0.0):
-        self.tokenizer, self.turns, self.log, self.seconds = tokenizer_of(template), turns, [], seconds
+        super().__init__(test_turns.tokenizer_of(template), turns, lambda: seconds)
 
-    async def generate(self, sent, *, n, max_tokens, min_tokens=0, **options):
-        text = self.turns[len(self.log) % len(self.turns)]
-        pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
-        ids = [i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
-        ids = [*ids, self.tokenizer.eos_token_id]
-        reason, ids = "stop" if len(ids) <= max_tokens else "length", ids[:max_tokens]
-        self.log.append((list(sent), ids))
-        await asyncio.sleep(self.seconds)
-        return [Completion(ids, [-0.5 - i for i in range(len(ids))], reason, 3, list(sent))]
+    def next_turn(self, sent) -> str:
+        return self.turns[len(self.said) % len(self.turns)]
+
+    @property
+    def log(self) -> list[tuple[list[int], list[int]]]:
+        return [(turn["sent"], turn["ids"]) for turn in self.said]
 
 
 def config(agent, **settings) -> TrainConfig:
@@ -199,7 +194,7 @@ def test_thinking_is_apart_and_what_is_left_out_of_a_history_is_not_trained_twic
     ],
 )
 def test_thinking_text_and_calls_are_apart(said, thought, content, called):
-    message, _ = read_answer(said, TOOLS, "hermes", (), tokenizer_of("qwen3"))
+    message, _ = read_answer(said, TOOLS, "hermes", (), test_turns.tokenizer_of("qwen3"))
     assert (message.get("reasoning_content"), message["content"]) == (thought, content)
     assert len(message.get("tool_calls", [])) == called
 

@@ -5,16 +5,14 @@ import base64
 import io
 import json
 import re
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-import requests
+from live import Process
 from PIL import Image
 from server_fixture import free_port
 
@@ -43,33 +41,29 @@ def toolbox(request, tmp_path):
     if request.param == "stdio":
         settings = {"command": sys.executable, "args": [SERVER]}
     else:
-        process, port = serve()
+        process, port = serve(tmp_path)
         settings = {"url": f"http://127.0.0.1:{port}/mcp"}
-    path = tmp_path / "servers.json"
-    path.write_text(json.dumps({"mcpServers": {"test": settings}}), encoding="utf-8")
-    box = make(path, tool_timeout=5.0)
+    box = make(write(tmp_path, test=settings), tool_timeout=5.0)
     box.transport = request.param
     yield box
     if process:
         process.kill()
-        process.wait()
 
 
-def serve(*arguments: str) -> tuple[subprocess.Popen, int]:
+def serve(folder: Path, *arguments: str) -> tuple[Process, int]:
     """The server over HTTP, and its port."""
     port = free_port()
-    process = subprocess.Popen([sys.executable, SERVER, str(port), *arguments], stderr=subprocess.DEVNULL)
-    wait_for(port)
+    process = Process([sys.executable, SERVER, str(port), *arguments], folder / "server.log")
+    process.answer(f"http://127.0.0.1:{port}/")
     return process, port
 
 
 @pytest.fixture
-def http(request):
-    """Port of a streamable HTTP server with sessions; a parameter names other transports and a token."""
-    process, port = serve(*getattr(request, "param", ()))
+def http(request, tmp_path):
+    """Port of a server; the parameter is its transport and token."""
+    process, port = serve(tmp_path, *request.param)
     yield port
     process.kill()
-    process.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -88,16 +82,6 @@ def make(path, tool_timeout: float = START, **settings) -> SimpleNamespace:
     """tool_timeout: of calls; long, as other tests may run beside this one, except where a test waits for its end."""
     cfg = TrainConfig(mcp_config=str(path), max_tool_result=1000, tool_timeout=tool_timeout, **settings)
     return SimpleNamespace(tools=get_tools(replace(cfg, tool_timeout=START)), cfg=cfg)
-
-
-def wait_for(port: int) -> None:
-    for _ in range(1200):
-        try:
-            requests.get(f"http://127.0.0.1:{port}/", timeout=1)
-            return
-        except requests.ConnectionError:
-            time.sleep(0.1)
-    raise TimeoutError(port)
 
 
 def run(box: SimpleNamespace, *calls) -> list:

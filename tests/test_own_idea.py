@@ -199,18 +199,12 @@ def test_numbers_of_ones_own_travel_with_a_trajectory():
 
 
 class Sampler:
-    """Completions of three tokens, and what was asked for."""
+    """Completions of three tokens."""
 
     vocab_size = 1000
-
-    def __init__(self):
-        self.tokenizer, self.asked = (
-            SimpleNamespace(chat_template=None, decode=lambda ids, **_: " ".join(map(str, ids))),
-            [],
-        )
+    tokenizer = SimpleNamespace(chat_template=None, decode=lambda ids, **_: " ".join(map(str, ids)))
 
     async def generate(self, prompt_ids, *, n, **options):
-        self.asked.append(n)
         return [Completion([7, 8, 9], [-1.0] * 3, "stop", 0, list(prompt_ids)) for _ in range(n)]
 
 

@@ -1,10 +1,8 @@
 """Rewards that take processes or a model: math, reasoning-gym, code in the sandbox, a reward model; IFEval's checks."""
 
 import sys
-import time
 
 import pytest
-import requests
 import torch
 from live import Process, running
 from server_fixture import free_port
@@ -224,16 +222,8 @@ def test_scores_of_a_vllm_server(classifier, tmp_path, monkeypatch):
     command += f"--port {port} --runner pooling --api-key secret --dtype float32 --max-model-len 256".split()
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        try:
-            return requests.get(f"{url}/health", headers={"Authorization": "Bearer secret"}, timeout=2).ok
-        except requests.ConnectionError:
-            time.sleep(0.2)
-            return False
-
     with running(Process([*command, "--enforce-eager"], tmp_path / "log", **env)) as server:
-        server.until(answers)
+        server.answer(f"{url}/health")
         scores = reward_model(ANSWERS, CHAT, TrainConfig(reward_model=url))
         plain_scores(url, classifier)
     assert scores == pytest.approx(expected(classifier), abs=1e-4)

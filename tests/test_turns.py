@@ -40,21 +40,23 @@ class Scripted:
 
     rope_index = None
 
-    def __init__(self, tokenizer, turns: list[str], delays=None):
-        self.tokenizer, self.turns, self.said, self.delays = tokenizer, turns, [], delays
+    def __init__(self, tokenizer, turns: list[str], seconds=lambda: 0.0):
+        self.tokenizer, self.turns, self.said, self.seconds = tokenizer, turns, [], seconds
+
+    def next_turn(self, sent) -> str:
+        number = sum(1 for turn in self.said if sent[: len(turn["sent"])] == turn["sent"])
+        return self.turns[min(number, len(self.turns) - 1)]
 
     async def generate(self, sent, *, n, max_tokens, min_tokens=0, **options):
         assert min_tokens <= max_tokens, "a server refuses that"
-        number = sum(1 for ids in self.said if sent[: len(ids["sent"])] == ids["sent"])
-        text = self.turns[min(number, len(self.turns) - 1)]
+        text = self.next_turn(sent)
         pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
         ids = [i for piece in pieces for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
         ids.append(self.tokenizer.eos_token_id)
         reason = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
-        self.said.append({"sent": sent, "ids": ids})
-        if self.delays:
-            await asyncio.sleep(self.delays.random() / 20)
+        self.said.append({"sent": list(sent), "ids": ids})
+        await asyncio.sleep(self.seconds())
         return [Completion(ids, [-0.5 - i for i in range(len(ids))], reason, 3, list(sent))]
 
 
@@ -261,7 +263,8 @@ def test_answers_reach_whom_they_are_for_and_rewards_their_turns():
     """Sixteen at the same time, in any order; rewards stand at the end of each turn, the score at the last."""
     tokenizer = tokenizer_of("qwen2_5")
     cfg = config(env="x", max_turns=3, num_generations=8, reward_funcs=["environment"], reward_weights=[2.0])
-    sampler = Scripted(tokenizer, ["More."], delays=random.Random(0))
+    chance = random.Random(0)
+    sampler = Scripted(tokenizer, ["More."], lambda: chance.random() / 20)
     rows = [{"prompt": "a"}, {"prompt": "b"}]
 
     async def run():
