@@ -1,1 +1,1 @@
-"""What other machines are asked, and the secrets that this takes."""
+"""Requests to other machines, and the secrets that they need."""

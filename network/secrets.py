@@ -1,5 +1,5 @@
-"""Secrets: taken out of the environment when they are read, so that no process started later has them, and shown as ***
-in what is printed and written.
+"""Secrets: removed from the environment when they are read, so that no process started later gets them, and shown as
+*** in everything that is printed and written.
 
     token = read("VLLM_SERVER_TOKEN")         # the variable, or the file that VLLM_SERVER_TOKEN_FILE names
     print(hide(text))
@@ -11,17 +11,17 @@ import re
 import sys
 from pathlib import Path
 
-SHORTEST = 6  # characters; to hide a shorter one would tear words apart
+SHORTEST = 6  # characters; hiding a shorter one would tear words apart
 HIDDEN = "***"
-NAME = re.compile(r"(?i)(token|secret|passw(or)?d|[_-]key|apikey|credentials?)$")  # of a variable with a secret
+NAME = re.compile(r"(?i)(token|secret|passw(or)?d|[_-]key|apikey|credentials?)$")  # of variables with secrets
 
 _read: dict[str, str] = {}  # by variable
 _learned: set[str] = set()
 
 
 def read(variable: str, given: str | None = None) -> str:
-    """The secret `given`, else that of the environment variable, else that in the file which VARIABLE_FILE names; ""
-    if there is none. White space around it is no part of it. ValueError for a file that cannot be read."""
+    """The secret `given`, else the environment variable's, else that in the file named by VARIABLE_FILE; "" if there is
+    none. Surrounding white space is removed. ValueError for a file that cannot be read."""
     if variable in os.environ:
         _read[variable] = os.environ.pop(variable).strip()
     elif variable not in _read and (path := os.environ.get(f"{variable}_FILE")):
@@ -35,17 +35,17 @@ def read(variable: str, given: str | None = None) -> str:
 
 
 def learn(secret: str) -> None:
-    """From now on `secret` is hidden, also in the arguments of this process, which trackers record."""
+    """From now on `secret` is hidden, also in this process's arguments, which trackers record."""
     if len(secret) >= SHORTEST and secret not in _learned:
         _learned.add(secret)
         sys.argv[:] = hide(sys.argv)
 
 
 def hide(value):
-    """Text, or lists and dicts of it, with *** for each secret: those that were read, and the values of environment
-    variables that are named like secrets."""
-    named = {text.strip() for name, text in os.environ.items() if NAME.search(name)}
-    secrets = _learned | {text for text in named if len(text) >= SHORTEST}
+    """Text, or lists and dicts of text, with *** for each secret: those that were read, and the values of environment
+    variables whose names look like secrets."""
+    variables = {text.strip() for name, text in os.environ.items() if NAME.search(name)}
+    secrets = _learned | {text for text in variables if len(text) >= SHORTEST}
     forms = sorted({form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}, key=len, reverse=True)
 
     def hidden(value):

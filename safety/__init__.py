@@ -1,1 +1,1 @@
-"""Bounds for code and text of others: time limits, the sandbox."""
+"""Limits for other people's code and text: time limits, the sandbox."""

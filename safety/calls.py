@@ -2,12 +2,13 @@
 
     outcome = await run_limited(function, {"completions": [...]}, seconds=30)    # (result, None), (None, error) or None
 
-A plain function runs in a daemon thread, an async one on one event loop kept for all of them, so that a client they
-share stays usable from step to step. None is waited for longer than its limit; within it, and where the function ran,
-what it returns is made plain data by a reader. Nothing can end a thread: one that is late goes on, and if too many do,
-the run ends. Code that holds the GIL stops all other threads: then `faulthandler` ends the process and shows where
-every thread stands. A function with `function.own_process = True` runs elsewhere: safety/processes.py. docs/limits.md
-says it in user's terms.
+A plain function runs in a daemon thread, an async one on one event loop that all of them share, so that a client they
+share stays usable from step to step. No call is waited for longer than its limit. Within that time, and where the
+function ran, a reader turns its result into plain data.
+
+A thread cannot be ended: a late one goes on, and if too many do, the run ends. Code that holds the GIL stops all other
+threads; then `faulthandler` ends the process and prints where every thread is. A function with
+`function.own_process = True` runs in a process instead: safety/processes.py. docs/limits.md explains all this to users.
 """
 
 import asyncio
@@ -23,43 +24,43 @@ from dataclasses import dataclass
 
 from safety.results import copied, name_of, plain, warn_once
 
-MARGIN = 10.0  # seconds beyond its limit after which a call that lets nothing else run ends the process
-MAX_GIVEN_UP = 64  # calls that still run GIVEN_UP_SECONDS after they were given up end the run: each may take a core
+MARGIN = 10.0  # seconds beyond its limit after which a call that blocks all threads ends the process
+MAX_GIVEN_UP = 64  # the run ends if so many calls run on for GIVEN_UP_SECONDS: each may take a core
 GIVEN_UP_SECONDS = 60.0
-FIRST_WARNING = 4  # calls that ran out of time and still run
+FIRST_WARNING = 4  # number of late calls, still running, from which on there is a warning
 
-NEW_THREADS: list[Callable[[], None]] = []  # what a thread does first: torch's current GPU is each thread's own
+NEW_THREADS: list[Callable[[], None]] = []  # what a new thread does first, as torch's current GPU is set per thread
 
 
-# ---- calls within a time --------------------------------------------------------------------------------------------
+# ---- calls with a time limit -----------------------------------------------------------------------------------------
 
 
 class TooManyGivenUp(RuntimeError):
-    """Calls that ran out of time pile up: they never end."""
+    """Too many calls ran out of time and never end."""
 
 
 @dataclass(eq=False)
 class Call:
     function: Callable
-    deadline: float  # of time.monotonic()
-    given_up: float | None = None  # when it ran out of time
-    awaited: Future | None = None  # of an async function, on the loop of all of them
+    deadline: float  # by time.monotonic()
+    given_up: float | None = None  # time at which it was given up
+    awaited: Future | None = None  # of an async function, on the shared loop
 
 
 RUNNING: set[Call] = set()
 
 
 async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Callable | None = None) -> tuple | None:
-    """(result, None) or (None, what it raised); None if it did not end within `seconds`, and is given up.
+    """(result, None) or (None, the error it raised); None if it did not end within `seconds` and was given up.
 
-    read: makes the result plain data; `plain` if not given. The function gets copies of the lists and dicts in
+    read: turns the result into plain data; by default `plain`. The function gets copies of the lists and dicts in
     `kwargs`. TooManyGivenUp if too many calls never end.
     """
-    read, seconds = read or plain, min(seconds, 1e6)  # faulthandler's clock takes no infinity
+    read, seconds = read or plain, min(seconds, 1e6)  # faulthandler accepts no infinite time
     while isinstance(function, functools.partial) and not function.args:
         function, kwargs = function.func, function.keywords | kwargs
     if getattr(function, "own_process", False):
-        from safety import processes  # few functions ask for one
+        from safety import processes  # here: few functions need one
 
         return await processes.run_in_process(function, kwargs, seconds, read)
     call, ended, loop = Call(function, time.monotonic() + seconds), Future(), shared_loop()
@@ -67,12 +68,12 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
     async def settled(awaitable) -> tuple:
         try:
             return read(await awaitable), None
-        except BaseException as error:  # one that it let through would end the loop
+        except BaseException as error:  # an error let through would end the loop
             return None, error
 
     def work() -> None:
         RUNNING.add(call)
-        faulthandler.dump_traceback_later(seconds + MARGIN, exit=True, file=2)  # until `watch` sets it anew
+        faulthandler.dump_traceback_later(seconds + MARGIN, exit=True, file=2)  # until `watch` renews it
         try:
             for prepare in NEW_THREADS:
                 prepare()
@@ -82,7 +83,7 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
                 outcome = call.awaited.result()
             else:
                 outcome = read(result), None
-        except BaseException as error:  # sys.exit() in a function is an error of that function, too
+        except BaseException as error:  # sys.exit() in a function also counts as its error
             if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
                 error.add_note(f"Write {name_of(function).split()[0]}.own_process = True below it.")
             outcome = None, error
@@ -91,21 +92,21 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
 
     threading.Thread(target=work, name="call of others' code", daemon=True).start()
     waiting = asyncio.wrap_future(ended)
-    await asyncio.wait({waiting}, timeout=seconds)  # wait_for would wait for a cancelled one to end
+    await asyncio.wait({waiting}, timeout=seconds)  # wait_for would wait until a cancelled call ends
     if waiting.done():
         return waiting.result()
     give_up(call)
     if call.awaited is not None:
         call.awaited.cancel()
         answers = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
-        if not (await asyncio.wait({answers}, timeout=1.0))[0]:  # something blocks the loop: the next calls get another
+        if not (await asyncio.wait({answers}, timeout=1.0))[0]:  # something blocks the loop: later calls get a new one
             shared_loop.cache_clear()
     return None
 
 
 @functools.cache
 def shared_loop() -> asyncio.AbstractEventLoop:
-    """The loop of async functions. With the first one begins the watch over the GIL."""
+    """The event loop of async functions. Also starts, once, the thread that watches the GIL."""
     loop = asyncio.new_event_loop()
     for prepare in NEW_THREADS:
         loop.call_soon(prepare)
@@ -116,30 +117,30 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def watch() -> None:
-    """End the process if no Python code runs in it for as long as its calls may take, and MARGIN: one of them holds the
-    GIL. The alarm's clock is in C; this thread, which sets it anew, runs as long as others can."""
+    """Ends the process if no Python code could run in it for as long as its calls may take, plus MARGIN: then one of
+    them holds the GIL. The alarm's clock is in C; this thread renews it as long as threads can run."""
     while True:
         time.sleep(0.5)
         now = time.monotonic()
-        left = [call.deadline - now if call.given_up is None else GIVEN_UP_SECONDS for call in list(RUNNING)]
-        if left:
-            faulthandler.dump_traceback_later(max(0.0, *left) + MARGIN, exit=True, file=2)
+        seconds_left = [call.deadline - now if call.given_up is None else GIVEN_UP_SECONDS for call in list(RUNNING)]
+        if seconds_left:
+            faulthandler.dump_traceback_later(max(0.0, *seconds_left) + MARGIN, exit=True, file=2)
         else:
             faulthandler.cancel_dump_traceback_later()
 
 
 def give_up(call: Call) -> None:
-    """Say which calls go on after their time, and end the run if they pile up."""
+    """Reports which calls go on after their time; TooManyGivenUp if there are too many."""
     call.given_up = time.monotonic()
     late = [other for other in list(RUNNING) if other.given_up is not None]
     stale = [other for other in late if time.monotonic() - other.given_up > GIVEN_UP_SECONDS]
     names = Counter(name_of(other.function) for other in late).most_common()
-    said = (
-        f"{len(late)} calls that ran out of time still run, and may take a core each: "
+    message = (
+        f"{len(late)} calls that ran out of time are still running, and may take a core each: "
         f"{', '.join(f'{name} x {number}' for name, number in names)}. Give the function a limit of its own, or write "
         "NAME.own_process = True below it (docs/limits.md)."
     )
     if len(stale) >= MAX_GIVEN_UP:
-        raise TooManyGivenUp(said)
+        raise TooManyGivenUp(message)
     if len(late) >= FIRST_WARNING:
-        warn_once(said, kind=f"late calls: 2 ** {len(late).bit_length()}")
+        warn_once(message, kind=f"late calls: 2 ** {len(late).bit_length()}")

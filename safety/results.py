@@ -1,4 +1,4 @@
-"""What others' code gives back, as plain data; what is said of it once; what has to end with the run."""
+"""Other people's results as plain data; messages printed once; what has to end with the run."""
 
 import functools
 import inspect
@@ -7,16 +7,16 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-AT_END: list[Callable[[], None]] = []  # what to call before the process ends: it ends without atexit's help
+AT_END: list[Callable[[], None]] = []  # called before the process ends, which skips atexit
 
 logger = logging.getLogger(__name__)
 
 
-# ---- what a call returned, as plain data ----------------------------------------------------------------------------
+# ---- results as plain data ------------------------------------------------------------------------------------------
 
 
 class UnusableResult(TypeError):
-    """The function returned what cannot be used; the text begins with "returned". index: of the completion at fault."""
+    """A function returned something unusable; the text begins with "returned". index: of the completion at fault."""
 
     def __init__(self, fault: str, index: int | None = None):
         super().__init__(fault)
@@ -24,7 +24,7 @@ class UnusableResult(TypeError):
 
 
 def unread(value):
-    """Of what goes from one function of a user to another."""
+    """The value as it is, for values that pass from one function of a user to another."""
     return value
 
 
@@ -33,8 +33,8 @@ KEPT = None | str | bytes | bytearray | int | float | set | frozenset | Path
 
 
 def plain(value):
-    """Of a tool or an environment: lists, tuples and dicts of texts and numbers; a number of numpy or torch becomes one
-    of python's own; images, arrays, tensors, sets and paths stay; anything else is its text."""
+    """A result of a tool or an environment as plain data: lists, tuples and dicts of texts and numbers. Numbers of
+    numpy and torch become Python's; images, arrays, tensors, sets and paths stay; anything else becomes its text."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, KEYS) else str(key): plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -46,20 +46,21 @@ def plain(value):
 
 
 def copied(value):
-    """Lists, dicts, tuples and sets anew, in any depth; what else they hold - images, tensors, objects - as it is."""
+    """A deep copy of lists, dicts, tuples and sets; other values in them - images, tensors, objects - are shared."""
     kind = type(value)
     if kind is dict:
         return {key: copied(part) for key, part in value.items()}
     return kind(map(copied, value)) if kind in (list, tuple, set) else value
 
 
-# ---- what is said ---------------------------------------------------------------------------------------------------
+# ---- messages -------------------------------------------------------------------------------------------------------
 
 _WARNED: set[str] = set()
 
 
 def warn_once(message: str, kind: str | None = None) -> None:
-    """Log a warning the first time it is given; of a `kind`, whose texts quote now this and now that, the first one."""
+    """Log a warning only the first time; of one `kind`, whose texts may differ in what they quote, only the first
+    text."""
     if (key := kind or message) not in _WARNED:
         _WARNED.add(key)
         logger.warning(message)
@@ -67,13 +68,13 @@ def warn_once(message: str, kind: str | None = None) -> None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Print, on rank 0, what is no reason to worry."""
+    """Print a harmless message once, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(message)
 
 
 def name_of(function: Callable) -> str:
-    """Such as "right (my_rewards.py:12)"."""
+    """Name and place of a function, such as "right (my_rewards.py:12)"."""
     function = inspect.unwrap(getattr(function, "func", function))
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]

@@ -1,15 +1,15 @@
-"""Runs python code that a model wrote, in bubblewrap. docs/sandbox.md: what that protects against, and what not.
+"""Runs Python code that a model wrote, in bubblewrap. docs/sandbox.md lists what this protects against, and what not.
 
     result = run_python("print(2 + 2)", seconds=5)      # Result(stdout="4\n", stderr="", status=0, timed_out=False)
 
-* bubblewrap (`apt-get install bubblewrap`, 0.7 or newer) gives the code namespaces of its own: no network, no process
-  and no socket but its own, a user of its own; of the disk it sees /usr and this python, read-only, and it writes to
-  folders in memory of a limited size. It dies with the process that started it.
-* The kernel limits (setrlimit) CPU time and memory of each process, how many there are, and the size of each file, its
-  output among them. Seconds are counted from outside, and all processes end with the namespace.
+* bubblewrap (`apt-get install bubblewrap`, 0.7 or newer) gives the code its own namespaces: no network, no processes
+  and sockets but its own, and a separate user. Of the disk it sees /usr and this Python, read-only; it can write to
+  in-memory folders of limited size. It dies with the process that started it.
+* The kernel (setrlimit) limits CPU time and memory of each process, the number of processes, and the size of each file,
+  including the output. Time is measured from outside, and all processes end with the namespace.
 
-Where bubblewrap does not work nothing runs, unless `allow_uncontained` is set: then the code has limits, an empty
-environment and an empty folder, and reads and writes all that its user may.
+If bubblewrap does not work, nothing runs, unless `allow_uncontained` is set. Then the code has limits, an empty
+environment and an empty folder, but reads and writes whatever its user may.
 """
 
 import ast
@@ -31,31 +31,31 @@ from pathlib import Path
 from config import ConfigError
 from safety import sandbox_inside
 
-OUTPUT = 20_000  # characters of each of stdout and stderr that are kept
+OUTPUT = 20_000  # characters kept of stdout, and of stderr
 LONGEST_LITERAL = 2**20  # characters of a test's value
-PROCESSES = 32  # and threads, of one program
+PROCESSES = 32  # processes and threads of one program
 START_TIMEOUT = 60.0  # seconds until the sandbox is ready to take a program
 
-allow_uncontained = False  # --allow_uncontained: run code where nothing contains it
+allow_uncontained = False  # --allow_uncontained: run code that nothing contains
 
 
 class SandboxError(RuntimeError):
-    """The sandbox did not start. A fault of the machine: no code ran yet."""
+    """The sandbox did not start: a fault of the machine, before any code ran."""
 
 
 @dataclass
 class Result:
     stdout: str
     stderr: str
-    status: int  # 0 if it ended well; negative: the signal that ended it
+    status: int  # 0 after success; negative: the signal that ended it
     timed_out: bool
 
 
 def run_python(
     code: str, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64, kept: int = OUTPUT
 ) -> Result:
-    """Run `code` as a program. Returns whatever it does, of its output the first `kept` characters; SandboxError if it
-    could not be run; blocks for at most about `seconds`."""
+    """Run `code` as a program. Returns its outcome, with the first `kept` characters of its output. SandboxError if it
+    could not be run. Blocks for about `seconds` at most."""
     require_containment()
     job = {"program": code, "stdin": stdin.encode("utf-8", "surrogatepass").decode("latin-1")}
     return run(job, seconds, memory_mb, disk_mb, kept, why_not_contained() is None)
@@ -64,27 +64,27 @@ def run_python(
 def run_tests(
     program: str, tests: list[str], seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64
 ) -> tuple[list[bool], bool]:
-    """(whether each test passes, whether time was up). A test is a statement of python, such as `assert f(1) == 2`.
-    All run in one process after the program, in `seconds` together. SandboxError if it could not be run; ValueError
-    for a test that is not python.
+    """(whether each test passes, whether time ran out). A test is a Python statement, such as `assert f(1) == 2`. All
+    run in one process after the program, within `seconds` together. SandboxError if it could not be run; ValueError for
+    a test that is not Python.
 
-    Of `assert CALL == LITERAL` the process computes CALL and this side compares: what is expected never enters it.
+    For `assert CALL == LITERAL` the process computes CALL and this side compares: the expected value never enters it.
     """
     require_containment()
-    asked, checks = zip(*map(question, tests), strict=True) if tests else ((), ())
-    secret = random.token_hex(8)  # that the program does not see: what it prints is no answer
-    job = {"program": program, "questions": asked, "secret": secret}
+    questions, checks = zip(*map(question, tests), strict=True) if tests else ((), ())
+    secret = random.token_hex(8)  # hidden from the program, so that its output cannot pass for an answer
+    job = {"program": program, "questions": questions, "secret": secret}
     result = run(job, seconds, memory_mb, disk_mb, disk_mb * 2**20, why_not_contained() is None)
     answers = {}
     for line in result.stdout.split("\n"):
-        with suppress(ValueError, TypeError):  # not ours
-            known, number, value = json.loads(line)
-            answers |= {number: value} if known == secret else {}
+        with suppress(ValueError, TypeError):  # the program's output
+            line_secret, number, value = json.loads(line)
+            answers |= {number: value} if line_secret == secret else {}
     return [check(answers.get(number)) for number, check in enumerate(checks)], result.timed_out
 
 
 def question(test: str) -> tuple[tuple[str, str], Callable]:
-    """(what the process is asked: to "eval" or to "exec" something; whether an answer passes)"""
+    """(what the process is asked: to "eval" or "exec" a text; a function that says whether an answer passes)"""
     try:
         statements = ast.parse(test).body
     except (SyntaxError, ValueError, TypeError) as error:
@@ -98,30 +98,31 @@ def question(test: str) -> tuple[tuple[str, str], Callable]:
 
 
 def is_literal(expected, answer) -> bool:
-    """Whether the literal that came from inside is the expected one. An object may equal everything; text cannot."""
+    """Whether a literal that the process sent equals the expected value. An object could claim to equal everything;
+    text cannot."""
     try:
         return len(answer) <= LONGEST_LITERAL and ast.literal_eval(answer) == expected
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 
 
-# ---- what holds -----------------------------------------------------------------------------------------------------
+# ---- containment ----------------------------------------------------------------------------------------------------
 
 
 def contained() -> str:
-    """What holds on this machine, in a line."""
+    """One line on what contains code on this machine."""
     if fault := why_not_contained():
         rights = "IT REACHES FILES, SOCKETS AND THE NETWORK WITH THE RIGHTS OF THIS USER"
         return f"nothing that contains it ({fault}): {rights}"
     return (
-        "bubblewrap: no network, processes, sockets and a user of its own, of the disk only /usr and this python, "
-        f"read-only; time, memory of each process, and at most {PROCESSES} processes are limited"
+        "bubblewrap: no network; its own processes, sockets and user; of the disk only /usr and this Python, "
+        f"read-only; limits on time, on memory of each process, and of {PROCESSES} processes"
     )
 
 
 def check_contained(functions: Iterable[Callable], cfg) -> None:
-    """ConfigError where one of the functions has `executes_code = True`, nothing contains such code, and
-    --allow_uncontained is not given. Says in a line what holds."""
+    """ConfigError if one of the functions has `executes_code = True`, nothing contains such code, and
+    --allow_uncontained is not given. Otherwise prints what contains it."""
     global allow_uncontained
     allow_uncontained = cfg.allow_uncontained
     names = [
@@ -145,15 +146,15 @@ def require_containment() -> None:
 
 @functools.cache
 def why_not_contained() -> str | None:
-    """None where code is contained; otherwise why not, and what to do. Found out by running some."""
+    """None if code is contained; otherwise the reason, and what to do. Tries it by running some code."""
     if not shutil.which("bwrap"):
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
-        found = run({"program": "print(1)", "stdin": ""}, 60, 512, 8, OUTPUT, contain=True)
+        result = run({"program": "print(1)", "stdin": ""}, 60, 512, 8, OUTPUT, contain=True)
     except SandboxError as error:
         return f"bubblewrap does not work here: {error}"
-    if found.stdout != "1\n":
-        return f"bubblewrap runs no python here: {found.stderr[-300:]}"
+    if result.stdout != "1\n":
+        return f"bubblewrap cannot run Python here: {result.stderr[-300:]}"
     return None
 
 
@@ -161,22 +162,22 @@ def why_not_contained() -> str | None:
 
 
 def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, kept: int, contain: bool) -> Result:
-    """Of a job for sandbox_inside.py. Its seconds are counted from when it is ready to take it."""
+    """The result of a job for sandbox_inside.py. Time counts from when the sandbox is ready to take the job."""
     user = foreign_user() if contain else None
     job |= dict(user=user, memory_mb=memory_mb, disk_mb=disk_mb, processes=PROCESSES if contain else None)
     with ExitStack() as stack:
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-        # Where uncontained code runs; contained code sees none of it.
+        # Uncontained code runs here; contained code does not see it.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox_", ignore_cleanup_errors=True))
-        ready, said = os.pipe()
-        stack.callback(os.close, ready)
+        ready_fd, signal_fd = os.pipe()
+        stack.callback(os.close, ready_fd)
         inside = INSIDE if contain else os.path.abspath(sandbox_inside.__file__)
-        command = [*(bubblewrap(user, disk_mb) if contain else ()), sys.executable, "-I", inside, str(said)]
-        how = dict(cwd="/" if contain else folder, env=ENVIRONMENT, pass_fds=[said], start_new_session=True)
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, **how)
+        command = [*(bubblewrap(user, disk_mb) if contain else ()), sys.executable, "-I", inside, str(signal_fd)]
+        options = dict(cwd="/" if contain else folder, env=ENVIRONMENT, pass_fds=[signal_fd], start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, **options)
         stack.callback(end, process)
-        os.close(said)
-        started = select.select([ready], [], [], START_TIMEOUT)[0] and os.read(ready, 1)
+        os.close(signal_fd)
+        started = select.select([ready_fd], [], [], START_TIMEOUT)[0] and os.read(ready_fd, 1)
         timed_out = False
         try:
             process.communicate(json.dumps(job).encode() if started else b"", seconds)
@@ -184,9 +185,9 @@ def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, kept: int, cont
             timed_out = True
         end(process)
         texts = []
-        for file, most in ((out, kept), (err, OUTPUT)):
+        for file, limit in ((out, kept), (err, OUTPUT)):
             file.seek(0)
-            texts.append(file.read(4 * most).decode("utf-8", "replace")[:most])
+            texts.append(file.read(4 * limit).decode("utf-8", "replace")[:limit])
         status = process.returncode if process.returncode < 128 else 128 - process.returncode  # bwrap: 128 + signal
         if not started:
             raise SandboxError(f"the sandbox did not start (status {status}): {texts[1][-500:].strip()}")
@@ -194,19 +195,21 @@ def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, kept: int, cont
 
 
 def end(process: subprocess.Popen) -> None:
-    """With all that it started: bubblewrap's process namespace ends with it, and uncontained code is a session."""
+    """Kill the process and everything it started: bubblewrap's process namespace ends with it, and uncontained code is
+    one session."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def foreign_user() -> int | None:
-    """A user id that nobody has, another one each time, if this is root, whose processes no limit counts."""
+    """If this is root, whose processes no limit counts: a user id that nobody has, a different one each time. Otherwise
+    None."""
     if os.getuid() != 0:
         return None
     with open("/proc/self/uid_map", encoding="utf-8") as file:
-        known = min(2**31, int(file.readline().split()[2]))  # less in a container with users of its own
-    return known // 2 + random.randbelow(known // 2 - 2) if known >= 65536 else None
+        id_count = min(2**31, int(file.readline().split()[2]))  # fewer ids in a container with its own users
+    return id_count // 2 + random.randbelow(id_count // 2 - 2) if id_count >= 65536 else None
 
 
 # ---- bubblewrap -----------------------------------------------------------------------------------------------------
@@ -217,20 +220,21 @@ ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS",
 
 
 def bubblewrap(user: int | None, disk_mb: int) -> list[str]:
-    """The command before the command.  user: root's way to a foreign user; None: by a user namespace"""
+    """The bubblewrap part of the command line. user: the foreign user that root changes to; None: a user namespace
+    instead."""
     spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent"
     command = [shutil.which("bwrap"), *spaces.split(), "--hostname", "sandbox", "--cap-drop", "ALL"]
     if user is None:
         command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     else:
-        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # which end as the user changes
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # dropped when the user changes
     command += ["--ro-bind", "/usr", "/usr"]
     for place in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(place):
             command += ["--symlink", os.readlink(place), place]
         elif os.path.isdir(place):
             command += ["--ro-bind", place, place]
-    command += ["--dir", "/etc"]  # or it could not be read by a foreign user
+    command += ["--dir", "/etc"]  # otherwise a foreign user could not read it
     for file in ("/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", file, file]
     command += ["--proc", "/proc", "--dev", "/dev"]
@@ -238,17 +242,17 @@ def bubblewrap(user: int | None, disk_mb: int) -> list[str]:
         command += ["--perms", "1777", "--size", str(megabytes * 2**20), "--tmpfs", place]
     for place in python_places():  # after /tmp: they may be below it
         for above in reversed(Path(place).parents[:-1]):
-            command += ["--dir", str(above)]  # as open to its user as the folder itself
+            command += ["--dir", str(above)]  # readable by the user, like the folder itself
         command += ["--ro-bind", place, place]
     command += ["--ro-bind", os.path.abspath(sandbox_inside.__file__), INSIDE]
-    for place in ("/dev", "/proc", "/"):  # without it a user that is root outside could write to /proc/sys
+    for place in ("/dev", "/proc", "/"):  # otherwise a user that is root outside could write to /proc/sys
         command += ["--remount-ro", place]
     return [*command, "--chdir", "/tmp"]
 
 
 def python_places() -> list[str]:
-    """Where this python and its packages are, outer folders first, without what is below another one; then the links
-    on the way from its name to its program that are elsewhere."""
+    """The folders of this Python and its packages, outer ones first, without those inside another; then the links,
+    elsewhere, that lead from the executable's name to its file."""
     program = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
     places = {sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix), program}
     places |= {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}  # by .pth
@@ -257,8 +261,8 @@ def python_places() -> list[str]:
     while os.path.islink(link):
         link = os.path.normpath(os.path.join(os.path.dirname(link), os.readlink(link)))
         links.append(link)
-    kept = ["/usr"]
+    outer = ["/usr"]
     for place in [*sorted(filter(os.path.isdir, places)), *links]:
-        if not any(place == other or place.startswith(other + "/") for other in kept):
-            kept.append(place)
-    return kept[1:]
+        if not any(place == other or place.startswith(other + "/") for other in outer):
+            outer.append(place)
+    return outer[1:]

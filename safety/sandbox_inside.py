@@ -1,7 +1,7 @@
-"""What runs inside the sandbox: sandbox.py starts this file as a program; it becomes the code, or answers questions.
+"""Runs inside the sandbox: sandbox.py starts this file as a program.
 
-It says that it is ready, reads a job from its input, gives up what the job does not need, and then either replaces
-itself by the job's program, or runs that here and says what expressions and tests give.
+It reports that it is ready, reads a job from its input, and gives up rights that the job does not need. Then it either
+replaces itself by the job's program, or runs that program here and returns the values of expressions and tests.
 """
 
 import json
@@ -24,10 +24,10 @@ def give_up_rights(job: dict) -> None:
         (resource.RLIMIT_NOFILE, 128),
         (resource.RLIMIT_CORE, 0),
     ]
-    if job["processes"] is not None:  # else the kernel counts all of this user's
+    if job["processes"] is not None:  # otherwise the kernel counts all processes of this user
         limits.append((resource.RLIMIT_NPROC, job["processes"]))
-    for what, limit in limits:
-        resource.setrlimit(what, (limit, limit))
+    for kind, limit in limits:
+        resource.setrlimit(kind, (limit, limit))
 
 
 def become(program: str, stdin: str) -> None:
@@ -40,37 +40,39 @@ def become(program: str, stdin: str) -> None:
 
 
 def answer_questions(program: str, questions: list, secret: str) -> None:
-    """Run the program, then say what is asked: the literal of an expression, or whether a test raises nothing."""
-    answers, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nothing, standard)
-    # As an import runs it: what stands under `if __name__ == "__main__"` reads an input that is not there, or leaves.
-    # In both places, so that its classes can be pickled and unittest.main() finds its tests.
+    """Run the program, then answer each question: the literal of an expression, or whether a test raises nothing."""
+    answers, devnull = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(devnull, fd)
+    # Run as by an import, since code under `if __name__ == "__main__"` would read an input that does not exist, or
+    # exit. The module is entered under both names, so that its classes can be pickled and unittest.main() finds its
+    # tests.
     module = sys.modules["program"] = sys.modules["__main__"] = types.ModuleType("program")
-    answering, process, end, write, dumps = os.getpid(), os.getpid, os._exit, os.write, json.dumps
+    main_pid, getpid, exit_now, write, dumps = os.getpid(), os.getpid, os._exit, os.write, json.dumps
     try:
         exec(compile(program, PROGRAM, "exec"), module.__dict__)
-    except SystemExit as ended:  # as if all went well: what it has defined until then is there
+    except SystemExit as ended:  # like a normal end: its definitions up to here are there
         if ended.code not in (None, 0):
             return
-    except EOFError:  # at the end of an input that it does not have
+    except EOFError:  # the program read its input, which is empty
         pass
-    for number, (how, text) in enumerate(questions):
+    for number, (kind, text) in enumerate(questions):
         try:
-            if how == "eval":
+            if kind == "eval":
                 answer = repr(plain(eval(compile(text, "test", "eval"), module.__dict__)))
             else:
                 exec(compile(text, "test", "exec"), module.__dict__)
                 answer = True
-        except BaseException:  # sys.exit() in a program, too, is only the end of that test
+        except BaseException:  # even sys.exit() ends only this test
             continue
-        if process() != answering:  # a child that the program forked, and that came back out of it
-            end(0)
+        if getpid() != main_pid:  # a child that the program forked, and that returned from it
+            exit_now(0)
         write(answers, dumps([secret, number, answer]).encode() + b"\n")
 
 
 def plain(value):
-    """A value of a subclass as one of python's own types, and numbers of numpy and torch, so that it has a literal."""
+    """A value with a literal: a subclass's value becomes one of Python's own types, and so do numbers of numpy and
+    torch."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, dict):
@@ -87,9 +89,9 @@ def plain(value):
 if __name__ == "__main__":
     os.write(int(sys.argv[1]), b"r")
     os.close(int(sys.argv[1]))
-    given = json.loads(sys.stdin.buffer.read())
-    give_up_rights(given)
-    if "stdin" in given:
-        become(given["program"], given["stdin"])
+    job = json.loads(sys.stdin.buffer.read())
+    give_up_rights(job)
+    if "stdin" in job:
+        become(job["program"], job["stdin"])
     else:
-        answer_questions(given["program"], given["questions"], given["secret"])
+        answer_questions(job["program"], job["questions"], job["secret"])
