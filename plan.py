@@ -1,13 +1,14 @@
-"""Will it fit, about how long is a step, and what to type: arithmetic on the model's config, on any laptop.
+"""Does it fit, how long is a step, and which commands to type: estimates from the model's config, on any laptop.
 
     python plan.py --model_id Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu_memory 80 --prompt 500 --completion 4000
 
-Takes every flag of train_grpo.py, and a few of its own. Weights, gradients and optimizer are exact. Activations and
-logits are a rule of thumb, so peaks are right within about MARGIN, and SPARE of each GPU stays free. Checked against
-benchmarks/results/simulate.md (1.5B to 72B, up to 256 GPUs) and against updates on CPUs; pictures are not counted.
-train_grpo.py uses the same at start, to choose what was left open. Seconds are two rates, assumptions about your GPUs.
+Takes every flag of train_grpo.py, and a few more. Weights, gradients and optimizer are exact. Activations and logits
+are a rule of thumb, so peaks are right within about MARGIN, and SPARE of each GPU stays free. Checked against
+benchmarks/results/simulate.md (1.5B to 72B, up to 256 GPUs) and against updates on CPUs. Images are not counted.
+train_grpo.py uses the same estimates at start to choose settings left open. Times follow from two assumed rates of your
+GPUs, --tflops and --memory_bandwidth.
 """
-# ruff: noqa: E402 - as in train_grpo.py, mistakes on the command line answer before torch is imported
+# ruff: noqa: E402 - as in train_grpo.py, errors on the command line appear before torch is imported
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -19,15 +20,15 @@ from config import BY_DOMAIN, ConfigError, TrainConfig, knobs_of, parse_args, wo
 class PlanConfig(TrainConfig):
     # --- plan ---
     strategy: Literal["auto", "ddp", "fsdp", "fsdp2"] = "auto"  # auto: ddp if it fits, else fsdp2
-    gpus: int = 8  # GPUs in all; of one, server and trainer have a part each
-    node_gpus: int = 8  # GPUs of a machine; of several machines each serves or trains
-    gpu_memory: float = 80.0  # GiB of each
-    server_gpus: int | None = None  # how many of them sample; unset: the split with the shortest step
+    gpus: int = 8  # GPUs in total; a single one is shared by server and trainer
+    node_gpus: int = 8  # GPUs per machine; with several machines, each serves or trains
+    gpu_memory: float = 80.0  # GiB of each GPU
+    server_gpus: int | None = None  # GPUs that sample; unset: the split with the shortest step
     prompt: int | None = None  # mean tokens of a prompt; unset: max_prompt_length
-    completion: int | None = None  # mean tokens of a completion, and max_completion_length where that is less
+    completion: int | None = None  # mean tokens of a completion; raises max_completion_length if above it
     overlap: bool = False  # train_async.py: sampling and update at the same time
     critic: bool = False  # train_ppo.py: a critic as large as the model
-    tflops: float = 350.0  # 10^12 operations a second of a GPU in bfloat16; 350 is 40 % of an H100's
+    tflops: float = 350.0  # 10^12 bfloat16 operations per second of a GPU; 350 is 40 % of an H100's
     memory_bandwidth: float = 2000.0  # GB/s of a GPU reading its memory; 2000 is 60 % of an H100's
 
     def __post_init__(self):
@@ -56,38 +57,39 @@ from modeling.loading import load_hf_model, to_train
 from modeling.model import BYTES_IN_4_BITS, chunk_size, experts_of, push_bucket_mb
 
 GIB = 2**30
-MARGIN = 0.12  # within which peaks are right: -6 % to +10 % of those simulated
-SPARE = 0.1  # of a GPU's memory that is left to CUDA, NCCL and fragmentation
+MARGIN = 0.12  # error of the peaks: -6 % to +10 % against simulated ones
+SPARE = 0.1  # share of a GPU's memory left to CUDA, NCCL and fragmentation
 BUDGETS = [16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024]  # --tokens_per_microbatch to choose from
-VLLM_SHARE = 0.92  # of a GPU's memory that vLLM takes, unless told (--gpu-memory-utilization)
-VLLM_SPARE = 3 * GIB  # of it, for its activations and graphs
-MAX_SEQUENCES = 1024  # that vLLM samples at the same time
-HF_SEQUENCES = 256  # that --generator hf decodes at a time
+VLLM_SHARE = 0.92  # share of a GPU's memory that vLLM takes by default (--gpu-memory-utilization)
+VLLM_SPARE = 3 * GIB  # part of that share, for activations and graphs
+MAX_SEQUENCES = 1024  # most that vLLM samples at the same time
+HF_SEQUENCES = 256  # most that --generator hf decodes at a time
 
 # ---- the trainer's bytes --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Sizes:
-    """Numbers of a policy, by what becomes of them."""
+    """Parameter counts of a policy, by use."""
 
     trained: int
-    frozen: int  # in 4 bits or not
-    packed: int  # in 4 bits
+    frozen: int  # including those in 4 bits
+    packed: int  # frozen in 4 bits
     layer: int  # of the largest decoder layer, which FSDP gathers at once
-    learning: int  # of these, trained
+    learning: int  # trained ones in that layer
     head: int  # of the output layer, tied to the embeddings or not
-    embedded: int  # of the embeddings where they are not tied, else 0
-    tower: int  # of what is in no decoder layer and no embedding, such as images' encoder: gathered with the head
-    path: int  # that a token passes in a layer: inputs and outputs of its matrices
-    active: int  # weights that a token is multiplied with: of a mixture's experts, the chosen ones
+    embedded: int  # of the embeddings if they are not tied, else 0
+    tower: int  # outside decoder layers and embeddings, such as an image encoder: gathered with the head
+    path: int  # inputs and outputs of a layer's matrices, which a token passes
+    active: int  # weights used for one token; of a mixture's experts only the chosen ones
     text: PreTrainedConfig  # of the language model
 
 
 def sizes_of(policy: nn.Module) -> Sizes:
-    """policy: without values, on the meta device; train_grpo.Policy, or the transformers model with its adapters."""
+    """Sizes of a policy without values, on the meta device: train_grpo.Policy, or the transformers model with its
+    adapters."""
     model = next(module for module in policy.modules() if isinstance(module, PreTrainedModel))
-    named = list(policy.named_parameters())
+    parameters = list(policy.named_parameters())
     text = model.config.get_text_config()
     experts, chosen = experts_of(text)
     share = chosen / experts if experts else 1.0
@@ -96,7 +98,8 @@ def sizes_of(policy: nn.Module) -> Sizes:
         return count * (share if ".experts." in name else 1)
 
     def path(layer: nn.Module) -> float:
-        """Of [out, in], and of experts [experts, out, in] those that a token meets. Adapters share their inputs."""
+        """Inputs plus outputs of matrices [out, in], and of the experts [experts, out, in] that a token meets. Adapters
+        do not count, as they share inputs."""
         matrices = [(name, p.shape) for name, p in layer.named_parameters() if p.ndim > 1 and "lora_" not in name]
         return sum(active(name, sum(shape[-2:]) * (shape[0] if len(shape) == 3 else 1)) for name, shape in matrices)
 
@@ -108,73 +111,73 @@ def sizes_of(policy: nn.Module) -> Sizes:
     largest, head = max(layers, key=count), text.vocab_size * text.hidden_size
     embedded = 0 if getattr(text, "tie_word_embeddings", False) else head
     return Sizes(
-        trained=sum(p.numel() for _, p in named if p.requires_grad),
-        frozen=sum(p.numel() for _, p in named if not p.requires_grad),
-        packed=sum(p.numel() for _, p in named if getattr(p, "in_4_bits", False)),
+        trained=sum(p.numel() for _, p in parameters if p.requires_grad),
+        frozen=sum(p.numel() for _, p in parameters if not p.requires_grad),
+        packed=sum(p.numel() for _, p in parameters if getattr(p, "in_4_bits", False)),
         layer=count(largest),
         learning=sum(p.numel() for p in largest.parameters() if p.requires_grad),
         head=head,
         embedded=embedded,
         tower=max(count(policy) - sum(map(count, layers)) - head - embedded, 0),
         path=round(max(map(path, layers))),
-        active=round(sum(active(name, p.numel()) for name, p in named)),
+        active=round(sum(active(name, p.numel()) for name, p in parameters)),
         text=text,
     )
 
 
 def longest_pass(cfg: TrainConfig, ranks: int) -> int:
-    """Tokens of the largest micro-batch there can be."""
+    """Tokens of the largest possible micro-batch."""
     groups = max(cfg.prompts_per_step // ranks // cfg.num_minibatches, 1)
     prompts = 1 if cfg.shared_prefix else cfg.num_generations
-    everything = groups * (prompts * cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length)
-    return max(min(cfg.tokens_per_microbatch or 16384, everything), cfg.max_prompt_length + cfg.max_completion_length)
+    rank_tokens = groups * (prompts * cfg.max_prompt_length + cfg.num_generations * cfg.max_completion_length)
+    return max(min(cfg.tokens_per_microbatch or 16384, rank_tokens), cfg.max_prompt_length + cfg.max_completion_length)
 
 
 def bytes_needed(sizes: Sizes, cfg: TrainConfig, ranks: int, critic: bool = False) -> Counter:
-    """Bytes on a rank's GPU at the peak of an update, by kind; "in CPU memory" lies elsewhere.
+    """Bytes on a rank's GPU at the peak of an update, by kind; "in CPU memory" is elsewhere.
 
-    Fitted to what benchmarks/simulate.py counts: a layer's forward and backward pass hold 1.8 times the numbers that
-    its tokens pass in it, and of logits there are five copies in float32. Pixels are not counted.
+    Fitted to measurements by benchmarks/simulate.py: forward and backward pass of a layer hold 1.8 times the numbers
+    that its tokens pass in it, and logits exist in five float32 copies. Pixels are not counted.
     """
     master, compute = getattr(torch, cfg.dtype).itemsize, getattr(torch, cfg.compute_dtype).itemsize
-    trained_in, alone = 4 if cfg.use_peft else master, cfg.strategy == "ddp"  # adapters are float32
-    shards, everything = 1 if alone else cfg.shard_size or ranks, sizes.trained + sizes.frozen
+    trained_in, unsharded = 4 if cfg.use_peft else master, cfg.strategy == "ddp"  # adapters are float32
+    shards, all_weights = 1 if unsharded else cfg.shard_size or ranks, sizes.trained + sizes.frozen
     trained = trained_in * sizes.trained / shards
     frozen = (master * (sizes.frozen - sizes.packed) + sizes.packed / 2) / shards
-    scales = (BYTES_IN_4_BITS - 0.5) * sizes.packed  # whole on each rank
+    scales = (BYTES_IN_4_BITS - 0.5) * sizes.packed  # complete on each rank
     need = Counter(weights=trained + frozen + scales, optimizer=2 * trained)
-    need["gradients"] = trained * (2 if alone and ranks > 1 else 1)  # DDP's buckets beside them
+    need["gradients"] = trained * (2 if unsharded and ranks > 1 else 1)  # with DDP's buckets
     if critic:
-        need["critic"] = (3 + (alone and ranks > 1)) * trained + frozen  # its gradients are gone when the policy's come
+        need["critic"] = (3 + (unsharded and ranks > 1)) * trained + frozen  # its gradients are freed first
     if cfg.beta > 0 and not cfg.use_peft:
-        need["reference"] = (4 if cfg.ref_sync_steps else compute) * everything / (1 if alone else shards)
-    if cfg.teacher_id:  # its size is not known here: taken for the policy's
-        need["reference"] += compute * everything / shards
+        need["reference"] = (4 if cfg.ref_sync_steps else compute) * all_weights / (1 if unsharded else shards)
+    if cfg.teacher_id:  # its size is unknown here; assumed to be the policy's
+        need["reference"] += compute * all_weights / shards
     if cfg.offload:
         need["in CPU memory"] = sum(need.pop(kind, 0) for kind in [*need])
     if cfg.generator == "hf" and not cfg.load_in:
-        need["generator"] = compute * everything
+        need["generator"] = compute * all_weights
 
     tokens = longest_pass(cfg, ranks)
-    between = compute * sizes.text.hidden_size * tokens * sizes.text.num_hidden_layers  # the input of each layer
-    within = 1.8 * compute * sizes.path * tokens
+    layer_inputs = compute * sizes.text.hidden_size * tokens * sizes.text.num_hidden_layers  # the input of each layer
+    in_layer = 1.8 * compute * sizes.path * tokens
     if cfg.offload_activations:
-        need["in CPU memory"] += between
+        need["in CPU memory"] += layer_inputs
     elif not (cfg.gradient_checkpointing or cfg.offload_activations):
         need["activations"] = 0.9 * compute * sizes.path * tokens * sizes.text.num_hidden_layers
     else:
-        need["activations"] = between
+        need["activations"] = layer_inputs
     chunk = min(cfg.logprob_chunk or chunk_size(sizes.text.vocab_size, on_gpu=True), tokens)
     logits = 5 * 4 * chunk * sizes.text.vocab_size + compute * sizes.head
-    if alone:  # weights in the compute dtype, made for a layer
+    if unsharded:  # weights of a layer, cast to the compute dtype
         gathered = compute * (sizes.layer if sizes.packed or master != compute else 0)
         at_head = 0
     else:
         gathered = compute * (2 * sizes.layer + sizes.learning + sizes.tower) + 4 * sizes.learning
-        gathered += compute * (sizes.head + sizes.embedded * (cfg.strategy == "fsdp"))  # the root's, from end to end
+        gathered += compute * (sizes.head + sizes.embedded * (cfg.strategy == "fsdp"))  # the root's, throughout
         at_head = compute * (sizes.head + sizes.tower)
-    if within + gathered > logits + at_head:
-        return need + Counter({"a layer": within, "gathered": gathered})
+    if in_layer + gathered > logits + at_head:
+        return need + Counter({"a layer": in_layer, "gathered": gathered})
     return need + Counter({"logits": logits, "gathered": at_head})
 
 
@@ -183,28 +186,29 @@ def peak(need: Counter) -> int:
 
 
 def kept(need: Counter) -> int:
-    """Bytes between two steps."""
+    """Bytes that remain between two steps."""
     return round(sum(need[kind] for kind in ("weights", "optimizer", "critic", "reference", "generator")))
 
 
 def fitted(sizes: Sizes, cfg: TrainConfig, ranks: int, usable: float, critic: bool) -> tuple[TrainConfig, Counter]:
-    """The settings with the given --tokens_per_microbatch, or the largest of BUDGETS with which a step fits into
-    `usable` bytes, the smallest if none does; and what they need."""
+    """The settings with the given --tokens_per_microbatch, or else the largest of BUDGETS with which a step fits into
+    `usable` bytes (the smallest if none does); and the bytes that they need."""
     for tokens in [cfg.tokens_per_microbatch] if cfg.tokens_per_microbatch else BUDGETS:
-        chosen = replace(cfg, tokens_per_microbatch=tokens)
-        need = bytes_needed(sizes, chosen, ranks, critic)
+        choice = replace(cfg, tokens_per_microbatch=tokens)
+        need = bytes_needed(sizes, choice, ranks, critic)
         if peak(need) <= usable:
             break
-    return chosen, need
+    return choice, need
 
 
 def settled(
     make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int, free: float | None, critic=False
 ) -> tuple[TrainConfig, str]:
-    """The settings with what was left to train_grpo.py, and a warning where they cannot fit, else "".
+    """The settings with train_grpo.py's own choices filled in; and a warning if they cannot fit, else "".
 
-    make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy). free: bytes on the GPU that
-    has least; None without one: then no checkpointing, and 16,384 tokens. critic: there is one as large as the policy.
+    make_policy: (cfg) -> the policy, unsharded, without values (train_grpo.empty_policy). free: bytes on the GPU with
+    the least; None without GPUs: then no checkpointing, and 16,384 tokens. critic: whether there is one, as large as
+    the policy.
     """
     if free is None:
         tokens = cfg.tokens_per_microbatch or BUDGETS[0]
@@ -214,33 +218,33 @@ def settled(
     usable = free * (1 - SPARE)
     with torch.device("meta"):
         sizes = sizes_of(make_policy(cfg))
-    chosen, need = fitted(sizes, cfg, ranks, usable, critic)
+    choice, need = fitted(sizes, cfg, ranks, usable, critic)
     if peak(need) <= usable:
-        return chosen, ""
-    return chosen, (
+        return choice, ""
+    return choice, (
         f"Warning: this needs about {peak(need) / GIB:.1f} GiB on a GPU, and {usable / GIB:.1f} GiB can be used "
-        f"(--strategy {cfg.strategy}, {ranks} rank(s), {chosen.tokens_per_microbatch} tokens a micro-batch). Less take "
-        "--strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit; plan.py says which of them fits."
+        f"(--strategy {cfg.strategy}, {ranks} rank(s), {choice.tokens_per_microbatch} tokens per micro-batch). "
+        "Less memory: --strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit; plan.py says what fits."
     )
 
 
 def planned(
     make_policy: Callable, cfg: TrainConfig, groups: list[int], device: torch.device, critic: bool
 ) -> TrainConfig:
-    """`settled` on the free memory of `device`, for the largest of `groups`, which are the completions of each row;
-    prints the warning. Collective."""
-    asked = replace(cfg, num_generations=max(groups, default=cfg.num_generations))
-    chosen, warning = settled(make_policy, asked, utils.world_size(), utils.free_memory(device), critic=critic)
+    """`settled` for the free memory of `device` and the largest of `groups`, the numbers of completions per row; prints
+    the warning. Collective."""
+    largest = replace(cfg, num_generations=max(groups, default=cfg.num_generations))
+    choice, warning = settled(make_policy, largest, utils.world_size(), utils.free_memory(device), critic=critic)
     if warning and utils.is_main():
         print(warning)
-    return replace(chosen, num_generations=cfg.num_generations)
+    return replace(choice, num_generations=cfg.num_generations)
 
 
 # ---- the server, and seconds ----------------------------------------------------------------------------------------
 
 
 def kv_bytes(config, split: int) -> int:
-    """Of a token's keys and values in 16 bits, on each of `split` GPUs."""
+    """Bytes of a token's keys and values, in 16 bits, on each of `split` GPUs."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -248,15 +252,15 @@ def kv_bytes(config, split: int) -> int:
 
 
 def push_bytes(sizes: Sizes, cfg: PlanConfig) -> int:
-    """What a push takes on a GPU of the server: the largest bucket, which may be a layer over its size, and the layer
-    that vLLM loads it into. Adapters alone travel as files."""
+    """Bytes that a push takes on a GPU of the server: the largest bucket, which may exceed its size by a layer, and the
+    layer into which vLLM loads it. Adapters alone travel as files."""
     bucket = (cfg.push_bucket_mb or push_bucket_mb(sizes.trained + sizes.frozen)) * 2**20
     return 0 if cfg.push_lora == "adapters" else 2 * max(bucket + 2 * sizes.layer, 2 * sizes.head)
 
 
 def serve(cfg: PlanConfig, config, sizes: Sizes, gpus: int, sequences: int) -> dict | None:
-    """The fastest way to sample `sequences` completions of mean length on `gpus` GPUs, each server with the model split
-    over 1 to 8 of them; None if the model does not fit."""
+    """The fastest way to sample `sequences` completions of mean length on `gpus` GPUs, with the model of each server
+    split over 1 to 8 of them; None if the model does not fit."""
     ways, heads = [], config.get_text_config().num_attention_heads
     for split in (n for n in (1, 2, 4, 8) if min(gpus, cfg.node_gpus) % n == 0 and heads % n == 0):
         kv, weights = kv_bytes(config, split), 2 * (sizes.trained + sizes.frozen) / split
@@ -264,75 +268,75 @@ def serve(cfg: PlanConfig, config, sizes: Sizes, gpus: int, sequences: int) -> d
         room = cfg.gpu_memory * GIB * share - VLLM_SPARE - weights
         if room < kv * (cfg.max_prompt_length + cfg.max_completion_length):
             continue
-        each = -(-sequences // (gpus // split))
-        at_once = max(min(each, int(room / kv / (cfg.prompt + cfg.completion)), MAX_SEQUENCES), 1)
-        read = weights * sizes.active / (sizes.trained + sizes.frozen) if at_once == 1 else weights
-        read += at_once * kv * (cfg.prompt + cfg.completion / 2)  # by each token of all that are sampled
-        token = read / (cfg.memory_bandwidth * 1e9) + 2 * sizes.active * at_once / (cfg.tflops * 1e12 * split)
-        seconds = cfg.completion * token * each / at_once
+        per_server = -(-sequences // (gpus // split))
+        at_once = max(min(per_server, int(room / kv / (cfg.prompt + cfg.completion)), MAX_SEQUENCES), 1)
+        bytes_read = weights * sizes.active / (sizes.trained + sizes.frozen) if at_once == 1 else weights
+        bytes_read += at_once * kv * (cfg.prompt + cfg.completion / 2)  # per token, for all completions at once
+        token = bytes_read / (cfg.memory_bandwidth * 1e9) + 2 * sizes.active * at_once / (cfg.tflops * 1e12 * split)
+        seconds = cfg.completion * token * per_server / at_once
         ways.append(dict(split=split, weights=weights, kv=room, at_once=at_once, seconds=seconds, share=share))
     return min(ways, key=lambda way: way["seconds"], default=None)
 
 
 def update_seconds(cfg: PlanConfig, sizes: Sizes, ranks: int) -> float:
-    """Of what follows sampling: products alone. Forward 2 operations a weight and token, backward 4, 2 to compute a
-    layer again, 2 for each further pass (log-probs before the update, of a reference, of a critic)."""
+    """Seconds of an update, counting matrix products alone. Operations per weight and token: 2 forward, 4 backward, 2
+    to recompute a layer, 2 for each further pass (log-probs before the update, of a reference, of a critic)."""
     prompts = 1 if cfg.shared_prefix else cfg.num_generations
     tokens = cfg.prompts_per_step * (prompts * cfg.prompt + cfg.num_generations * cfg.completion)
-    each = 2 + (2 if cfg.use_peft else 4) + 2 * bool(cfg.gradient_checkpointing)
-    passes = each * cfg.num_iterations * (1 + cfg.critic)
+    per_token = 2 + (2 if cfg.use_peft else 4) + 2 * bool(cfg.gradient_checkpointing)
+    passes = per_token * cfg.num_iterations * (1 + cfg.critic)
     passes += 2 * (cfg.num_iterations * cfg.num_minibatches > 1) + 2 * (cfg.beta > 0)
     return passes * sizes.active * tokens / (ranks * cfg.tflops * 1e12)
 
 
-# ---- a split, and what to print -------------------------------------------------------------------------------------
+# ---- a split, and the output -----------------------------------------------------------------------------------------
 
 
 def split(cfg: PlanConfig, config, sizes: Sizes, server_gpus: int) -> dict:
-    """Everything about one way to divide the GPUs: the first strategy that fits, else the last."""
+    """The plan for one way to divide the GPUs: the first strategy that fits, else the last."""
     ranks, usable = cfg.gpus - server_gpus, cfg.gpu_memory * GIB * (1 - SPARE)
     unit = ranks * cfg.num_minibatches
     cfg = replace(cfg, prompts_per_step=max(round(cfg.prompts_per_step / unit), 1) * unit)
-    tried = [cfg]
+    choices = [cfg]
     if cfg.strategy == "auto":
         sharded = replace(cfg, strategy="fsdp2")
-        tried = [replace(cfg, strategy="ddp"), sharded] + ([] if cfg.load_in else [replace(sharded, offload=True)])
-    for choice in tried:
+        choices = [replace(cfg, strategy="ddp"), sharded] + ([] if cfg.load_in else [replace(sharded, offload=True)])
+    for choice in choices:
         choice, need = fitted(sizes, choice, ranks, usable, cfg.critic)
         if trains := peak(need) <= usable:
             break
     server = serve(choice, config, sizes, server_gpus, choice.sequences_per_step)
-    sample, rest = server["seconds"] if server else float("inf"), update_seconds(choice, sizes, ranks)
-    step = max(sample, rest) if cfg.overlap else sample + rest
+    sample, update = server["seconds"] if server else float("inf"), update_seconds(choice, sizes, ranks)
+    step = max(sample, update) if cfg.overlap else sample + update
     return dict(
         cfg=choice, need=need, server=server, ranks=ranks, server_gpus=server_gpus, sample=sample,
-        rest=rest, step=step, fits=trains and bool(server), pace=choice.sequences_per_step / step,
+        rest=update, step=step, fits=trains and bool(server), pace=choice.sequences_per_step / step,
     )  # fmt: skip
 
 
-def server_line(cfg: TrainConfig, port: int, gpus: str, more: str) -> str:
+def server_line(cfg: TrainConfig, port: int, gpus: str, options: str) -> str:
     model = "unpacked" if cfg.load_in else shlex.quote(cfg.model_id)
     lora = " --enable-lora" * (cfg.push_lora == "adapters")
     window = cfg.max_prompt_length + cfg.max_completion_length
-    return f"{gpus}python vllm_server.py --model {model} --port {port} --max-model-len {window}{more}{lora} &"
+    return f"{gpus}python vllm_server.py --model {model} --port {port} --max-model-len {window}{options}{lora} &"
 
 
 def commands(plan: dict, cfg: PlanConfig) -> list[str]:
-    """The lines to type: one a server, then the trainer's. On several machines one server's and the script's, as
-    launchers differ (docs/serving.md)."""
+    """The lines to type: one per server, then the trainer's. For several machines only one server's and the script's,
+    as launchers differ (docs/serving.md)."""
     server, choice = plan["server"], replace(plan["cfg"], server_timeout=1800.0)
-    more = f" --tensor-parallel-size {server['split']}" * (server["split"] > 1)
-    more += f" --gpu-memory-utilization {server['share']:g}" * (server["share"] < VLLM_SHARE)
+    options = f" --tensor-parallel-size {server['split']}" * (server["split"] > 1)
+    options += f" --gpu-memory-utilization {server['share']:g}" * (server["share"] < VLLM_SHARE)
     if cfg.gpus > cfg.node_gpus:
         script = f"{script_of(cfg)} {shlex.join(flags(choice))}"
-        return ["# docs/serving.md, Several nodes:", server_line(choice, 8000, "", " --host 0.0.0.0" + more), script]
+        return ["# docs/serving.md, Several nodes:", server_line(choice, 8000, "", " --host 0.0.0.0" + options), script]
     lines, urls = before(cfg), []
     for number, first in enumerate(range(0, plan["server_gpus"], server["split"])):
         urls.append(f"http://127.0.0.1:{8000 + number}")
-        lines.append(server_line(choice, 8000 + number, visible(first, first + server["split"]), more))
+        lines.append(server_line(choice, 8000 + number, visible(first, first + server["split"]), options))
     trainer = f"torchrun --nproc_per_node={plan['ranks']} {script_of(cfg)}"
-    words = shlex.join(flags(replace(choice, server_urls=urls)))
-    return [*lines, f"{visible(plan['server_gpus'], cfg.gpus)}{trainer} {words}"]
+    arguments = shlex.join(flags(replace(choice, server_urls=urls)))
+    return [*lines, f"{visible(plan['server_gpus'], cfg.gpus)}{trainer} {arguments}"]
 
 
 def visible(first: int, end: int) -> str:
@@ -341,7 +345,7 @@ def visible(first: int, end: int) -> str:
 
 def before(cfg: PlanConfig) -> list[str]:
     secret = "export VLLM_SERVER_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(16))')"
-    unpack = f"python scripts/unpacked.py {shlex.quote(cfg.model_id)} unpacked"  # what the server has beside 4 bits
+    unpack = f"python scripts/unpacked.py {shlex.quote(cfg.model_id)} unpacked"  # what the server loads
     return [secret, *([unpack] if cfg.load_in else [])]
 
 
@@ -350,13 +354,13 @@ def script_of(cfg: PlanConfig) -> str:
 
 
 def flags(cfg: PlanConfig) -> list[str]:
-    """Command-line words of every setting that differs from the script's default, the model always. With domains the
-    file that lists them has to be given, and what it may set is left to it."""
-    usual, settings = knobs_of(script_of(cfg).removesuffix(".py"))(), {"model_id": cfg.model_id}
+    """Command-line words of the model, and of every setting that differs from the script's default. With domains,
+    --config has to name the file that lists them; settings that may differ by domain are left to that file."""
+    defaults, settings = knobs_of(script_of(cfg).removesuffix(".py"))(), {"model_id": cfg.model_id}
     for field in fields(TrainConfig):
-        value, default = getattr(cfg, field.name), getattr(usual, field.name)
-        listed = bool(cfg.domains) and field.name in {"domains", *BY_DOMAIN}
-        if value not in (default, field.default if cfg.critic else default) and field.repr and not listed:
+        value, default = getattr(cfg, field.name), getattr(defaults, field.name)
+        in_file = bool(cfg.domains) and field.name in {"domains", *BY_DOMAIN}
+        if value not in (default, field.default if cfg.critic else default) and field.repr and not in_file:
             settings[field.name] = value
     return ["--config", "MIX.yaml"] * bool(cfg.domains) + words_of(settings)
 
@@ -372,33 +376,33 @@ def table(need: Counter, cfg: PlanConfig) -> str:
 
 
 def on_one_gpu(cfg: PlanConfig, config, sizes: Sizes) -> int:
-    """Prints whether a server and the trainer fit on one GPU, at the same time or by turns, and the trainer with
+    """Prints whether a server and the trainer fit on one GPU, at the same time or in turns, or the trainer with
     --generator hf; and what to type. Returns 1 if nothing fits."""
     cfg = replace(cfg, strategy="ddp" if cfg.strategy == "auto" else cfg.strategy)
     usable, kv = cfg.gpu_memory * GIB * (1 - SPARE), kv_bytes(config, 1)
     window = cfg.max_prompt_length + cfg.max_completion_length
-    served = 2 * (sizes.trained + sizes.frozen) + VLLM_SPARE + push_bytes(sizes, cfg)
-    served += cfg.num_generations * kv * window  # at the least
-    decoded = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window
-    # What samples, and how much of it is there while the trainer works.
-    ways = [("a server beside the trainer", dict(generator="vllm", colocate=False), served, served)]
-    if not cfg.load_in and cfg.strategy == "ddp":  # others are refused by the script
-        ways.append(("by turns", dict(generator="vllm", colocate=True, push_lora="auto"), served, 0))
-    ways.append(("--generator hf, no server", dict(generator="hf", push_lora="auto"), decoded, 0))
+    server_bytes = 2 * (sizes.trained + sizes.frozen) + VLLM_SPARE + push_bytes(sizes, cfg)
+    server_bytes += cfg.num_generations * kv * window  # at least one group
+    hf_bytes = min(cfg.sequences_per_step, HF_SEQUENCES) * kv * window
+    # (name, settings, bytes while sampling, bytes of it that stay while the trainer works)
+    ways = [("a server beside the trainer", dict(generator="vllm", colocate=False), server_bytes, server_bytes)]
+    if not cfg.load_in and cfg.strategy == "ddp":  # the script refuses it otherwise
+        ways.append(("by turns", dict(generator="vllm", colocate=True, push_lora="auto"), server_bytes, 0))
+    ways.append(("--generator hf, no server", dict(generator="hf", push_lora="auto"), hf_bytes, 0))
     any_fits = False
-    for name, changes, sampling, together in ways:
-        choice, need = fitted(sizes, replace(cfg, **changes), 1, usable - together, False)
-        most = max(peak(need) + together, sampling + kept(need) * (choice.generator == "hf"))
-        any_fits = any_fits or most <= usable
-        fits = "yes" if most <= usable else "NO"
-        print(f"On one GPU, {name}: {fits}, {most / GIB:.1f} of {usable / GIB:.1f} GiB, {sampling / GIB:.1f} to sample")
+    for name, changes, sampler, resident in ways:
+        choice, need = fitted(sizes, replace(cfg, **changes), 1, usable - resident, False)
+        total = max(peak(need) + resident, sampler + kept(need) * (choice.generator == "hf"))
+        any_fits = any_fits or total <= usable
+        fits = "yes" if total <= usable else "NO"
+        print(f"On one GPU, {name}: {fits}, {total / GIB:.1f} of {usable / GIB:.1f} GiB, {sampler / GIB:.1f} to sample")
         print(table(need, cfg))
-        if most > usable:
+        if total > usable:
             continue
         if choice.generator == "vllm":
             share = int(100 * (usable - (0 if choice.colocate else peak(need))) / (cfg.gpu_memory * GIB)) / 100
-            more = f" --gpu-memory-utilization {min(share, VLLM_SHARE):g}" + " --enable-sleep-mode" * choice.colocate
-            print("\n".join([*before(cfg), server_line(choice, 8000, "", more)]))
+            options = f" --gpu-memory-utilization {min(share, VLLM_SHARE):g}" + " --enable-sleep-mode" * choice.colocate
+            print("\n".join([*before(cfg), server_line(choice, 8000, "", options)]))
         print(f"python {script_of(cfg)} {shlex.join(flags(replace(choice, server_timeout=1800.0)))}\n")
     return int(not any_fits)
 
@@ -410,18 +414,18 @@ def check(cfg: PlanConfig) -> None:
     if cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus:
         raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
     if cfg.gpus > cfg.node_gpus and (cfg.gpus % cfg.node_gpus or (cfg.server_gpus or 0) % cfg.node_gpus):
-        given = f"--gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
-        raise ConfigError(f"{given}: more than --node_gpus={cfg.node_gpus} are whole machines; give multiples of it.")
+        given_flags = f"--gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
+        raise ConfigError(f"{given_flags}: beyond --node_gpus={cfg.node_gpus}, give multiples of it (whole machines).")
     if cfg.critic and cfg.overlap:
-        raise ConfigError("--critic --overlap: train_async.py has no critic; plan them one at a time.")
+        raise ConfigError("--critic --overlap: train_async.py has no critic; plan one of them at a time.")
 
 
 def main(cfg: PlanConfig) -> int:
-    """Print the plan; 1 if nothing fits."""
+    """Print the plan. Returns 1 if nothing fits."""
     check(cfg)
 
     if cfg.use_peft and cfg.generator == "vllm" and cfg.push_lora == "auto":
-        cfg = replace(cfg, push_lora="adapters")  # what the lines to type let the server have
+        cfg = replace(cfg, push_lora="adapters")  # as the printed server commands allow
     config = load_config(cfg.model_id)
     with torch.device("meta"):
         sizes = sizes_of(to_train(load_hf_model(cfg, getattr(torch, cfg.dtype), config), cfg))
@@ -433,16 +437,16 @@ def main(cfg: PlanConfig) -> int:
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
     shares = [share for share in shares if (cfg.gpus - share) % (cfg.shard_size or 1) == 0]
     if not shares:
-        given = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
-        raise ConfigError(f"{given}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
+        given_flags = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
+        raise ConfigError(f"{given_flags}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
     plans = [split(cfg, config, sizes, share) for share in shares]
     best = max(plans, key=lambda plan: (plan["fits"], plan["pace"]))
     choice, server = best["cfg"], best["server"]
     print(f"{name}, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
-    used = (
+    strategy = (
         choice.strategy + f" --shard_size {choice.shard_size}" * bool(choice.shard_size) + " --offload" * choice.offload
     )
-    print(f"Trainer: {best['ranks']} GPUs, {used}, micro-batches of {choice.tokens_per_microbatch} tokens")
+    print(f"Trainer: {best['ranks']} GPUs, {strategy}, micro-batches of {choice.tokens_per_microbatch} tokens")
     print(table(best["need"], cfg))
     if server:
         print(
@@ -456,8 +460,8 @@ def main(cfg: PlanConfig) -> int:
     if len(plans) > 1:
         print("\nserver GPUs   trainer GPUs   strategy         peak GiB   s a step   completions/s")
     for plan in plans if len(plans) > 1 else ():
-        used = plan["cfg"].strategy + " --offload" * plan["cfg"].offload
-        row = f"{plan['server_gpus']:<14}{plan['ranks']:<15}{used:<17}{peak(plan['need']) / GIB:<11.1f}"
+        strategy = plan["cfg"].strategy + " --offload" * plan["cfg"].offload
+        row = f"{plan['server_gpus']:<14}{plan['ranks']:<15}{strategy:<17}{peak(plan['need']) / GIB:<11.1f}"
         print(f"{row}{plan['step']:<11.1f}{plan['pace']:.2f}{'' if plan['fits'] else '   does not fit'}")
     if best["fits"]:
         print("\nTo type:\n\n" + "\n".join(commands(best, cfg)))

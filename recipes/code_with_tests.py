@@ -120,6 +120,6 @@ def passes(program: str, given, wanted, name: str | None, wrapped: bool = False)
         results = [wanted, *wanted] if wrapped and isinstance(wanted, list) and len(wanted) == 1 else [wanted]
         tests = [f"assert _listed({function}(*{given!r})) == {result!r}" for result in results]
         return any(run_tests(program + LISTED, tests, SECONDS)[0])
-    result = run_python(program, given, SECONDS, kept=2**20) if program else None
+    result = run_python(program, given, SECONDS, max_output=2**20) if program else None
     words = [line.split() for line in wanted.rstrip().split("\n")] if result else None
     return bool(result) and not result.status and [line.split() for line in result.stdout.rstrip().split("\n")] == words

@@ -52,13 +52,13 @@ class Result:
 
 
 def run_python(
-    code: str, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64, kept: int = OUTPUT
+    code: str, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64, max_output: int = OUTPUT
 ) -> Result:
-    """Run `code` as a program. Returns its outcome, with the first `kept` characters of its output. SandboxError if it
-    could not be run. Blocks for about `seconds` at most."""
+    """Run `code` as a program. Returns its outcome, with the first `max_output` characters of its output. SandboxError
+    if it could not be run. Blocks for about `seconds` at most."""
     require_containment()
     job = {"program": code, "stdin": stdin.encode("utf-8", "surrogatepass").decode("latin-1")}
-    return run(job, seconds, memory_mb, disk_mb, kept, why_not_contained() is None)
+    return run(job, seconds, memory_mb, disk_mb, max_output, why_not_contained() is None)
 
 
 def run_tests(
@@ -161,7 +161,7 @@ def why_not_contained() -> str | None:
 # ---- a process ------------------------------------------------------------------------------------------------------
 
 
-def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, kept: int, contain: bool) -> Result:
+def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, max_output: int, contain: bool) -> Result:
     """The result of a job for sandbox_inside.py. Time counts from when the sandbox is ready to take the job."""
     user = foreign_user() if contain else None
     job |= dict(user=user, memory_mb=memory_mb, disk_mb=disk_mb, processes=PROCESSES if contain else None)
@@ -185,7 +185,7 @@ def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, kept: int, cont
             timed_out = True
         end(process)
         texts = []
-        for file, limit in ((out, kept), (err, OUTPUT)):
+        for file, limit in ((out, max_output), (err, OUTPUT)):
             file.seek(0)
             texts.append(file.read(4 * limit).decode("utf-8", "replace")[:limit])
         status = process.returncode if process.returncode < 128 else 128 - process.returncode  # bwrap: 128 + signal
