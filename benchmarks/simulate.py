@@ -1,4 +1,4 @@
-"""What a step of train_grpo.py does on GPUs that are not there: bytes, collectives, launches, waits.
+"""What a step of train_grpo.py does on GPUs that are not there: bytes and collectives.
 
     python benchmarks/simulate.py                          benchmarks/results/simulate.md: ten minutes on one core
     python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its tables, in half a minute
@@ -12,8 +12,6 @@ values.
 
     simulated   bytes       each storage once while it is alive, in blocks of 512, as CUDA's allocator counts
                 collectives each with the bytes that a rank ends or begins with, within a machine or between several
-                launches    operations on the GPU that are no views; one of them may launch several kernels
-                waits       of the host for the GPU: reads, copies that block
     not         time; kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
                 values: nothing here says that a gradient is right; FSDP1, and DDP on more than one GPU
 
@@ -112,8 +110,6 @@ SIDE = 448  # pixels of a picture's sides, one in each prompt of a model that ta
 # ---- a machine without memory ----------------------------------------------------------------------------------------
 
 SMALL = 2**21  # elements of a tensor whose value is kept, if it is known
-READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
-READS |= {aten.unique_consecutive, aten.bincount, aten.repeat_interleave}  # the host has to know values
 
 
 def held(tensor: Tensor) -> Tensor | None:
@@ -144,7 +140,7 @@ class Machine(memory_worker.Recorder):
         self.enter("start")
 
     def enter(self, name: str) -> None:
-        """What comes from now on belongs to this phase: numbers of launches, waits, (collective, where) and their
+        """What comes from now on belongs to this phase: numbers of (collective, where) and their
         bytes; "peak": the most bytes alive."""
         if self.phases:
             self.phase["peak"] = self.most
@@ -172,14 +168,11 @@ class Machine(memory_worker.Recorder):
         else:
             out = func(*args, **kwargs)
             self.remember(func, args, kwargs, tensors, out, known)
-        made = [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
-        for tensor in made:
-            if tensor.device.type == GPU.type:
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and tensor.device.type == GPU.type:
                 self.see(tensor)
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collective(func, args)
-        else:
-            self.count(func, args, kwargs, tensors, made)
         return out
 
     # -- values --
@@ -220,20 +213,6 @@ class Machine(memory_worker.Recorder):
 
     # -- counts --
 
-    def count(self, func, args, kwargs, tensors: list[Tensor], made: list[Tensor]) -> None:
-        packet, on_gpu = func.overloadpacket, [x.device.type == GPU.type for x in tensors + made]
-        if not any(on_gpu):
-            return
-        if packet in READS:
-            self.phase["waits"] += 1
-            return
-        if not (made or func._schema.is_mutable) or is_view(func) or func.__name__.startswith(("empty", "new_empty")):
-            return
-        self.phase["launches"] += 1
-        if packet in claimed.COPIES and not all(on_gpu):  # from or to the host
-            blocks = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
-            self.phase["waits"] += blocks and not all(x.numel() <= 1 and x.device.type == "cpu" for x in tensors)
-
     def collective(self, func, args) -> None:
         name, tensors = func.__name__.partition(".")[0], [x for x in tree_leaves(args) if isinstance(x, Tensor)]
         if "wait" in name or tensors[0].device.type != GPU.type:
@@ -244,7 +223,7 @@ class Machine(memory_worker.Recorder):
         group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
         machines = {rank // self.cfg.node_gpus for rank in dist.get_process_group_ranks(group)}
         where = "between machines" if len(machines) > 1 else "within one"
-        self.phase.update({"launches": 1, (kind, where): 1, where: size})
+        self.phase.update({(kind, where): 1, where: size})
 
 
 def compute(func, args, kwargs):
@@ -256,11 +235,6 @@ def compute(func, args, kwargs):
     with no_dispatch():
         args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **{name: x for name, x in kwargs.items() if name != "pin_memory"})
-
-
-def is_view(func) -> bool:
-    infos = [each.alias_info for each in func._schema.returns]
-    return func.__name__.startswith(("_unsafe_view", "lift", "detach")) or any(x and not x.is_write for x in infos)
 
 
 def as_list(tensor: Tensor) -> list:
@@ -571,7 +545,6 @@ def pass_row(words: str, found: Result) -> str:
 
     cells = [words, f"{calls(middle, 'gather')} + {calls(middle, 'scatter')}", calls(last, "reduce")]
     cells += [f"{middle[where] / GIB:.1f}" for where in ("within one", "between machines")]
-    cells += [f"{middle[what]:.0f}" for what in ("launches", "waits")]
     return f"| {' | '.join(cells)} |"
 
 
