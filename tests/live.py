@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-import requests
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
@@ -70,6 +69,7 @@ class Process:
 
     def answer(self, url: str) -> None:
         """Wait until there is any answer from `url`."""
+        import requests  # which a borrowed machine need not have (scripts/gpu_day.py)
 
         def answered() -> int | None:
             with contextlib.suppress(requests.ConnectionError):
