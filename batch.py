@@ -312,8 +312,8 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
     elif sum(map(len, rows)) < len(batch):
         raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
     rank_counts = utils.all_sum(torch.tensor([float(bool(numbers)) for numbers in rows])).tolist()
-    lacking = any(0 < count < utils.world_size() for count in rank_counts)
-    donors = utils.gather_objects([batch.rows[numbers[0]] if numbers else None for numbers in rows]) if lacking else []
+    uneven = any(0 < count < utils.world_size() for count in rank_counts)
+    donors = utils.gather_objects([batch.rows[numbers[0]] if numbers else None for numbers in rows]) if uneven else []
     for index, (domain, numbers, count) in enumerate(zip(configs, rows, rank_counts, strict=True)):
         if count:
             part = batch if len(numbers) == len(batch) else batch.select(numbers or [0])

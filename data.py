@@ -64,14 +64,14 @@ class Rows(Sequence):
         return itertools.chain.from_iterable(self[start : start + AT_ONCE] for start in range(0, len(self), AT_ONCE))
 
 
-def converted(make: Callable[[dict], dict], row: dict, where: str) -> dict:
-    """make(row); an error that it raises is reported with the place, `where`."""
+def converted(make: Callable[[dict], dict], row: dict, place: str) -> dict:
+    """make(row); an error that it raises is reported with `place`."""
     try:
         return make(row)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{place}: {error}") from None
     except Exception as error:
-        error.add_note(f"Raised at {where}, whose columns are {', '.join(map(str, row))}.")
+        error.add_note(f"Raised at {place}, whose columns are {', '.join(map(str, row))}.")
         raise
 
 

@@ -91,8 +91,8 @@ def sizes_of(policy: nn.Module) -> Sizes:
     model = next(module for module in policy.modules() if isinstance(module, PreTrainedModel))
     parameters = list(policy.named_parameters())
     text = model.config.get_text_config()
-    experts, chosen = experts_of(text)
-    share = chosen / experts if experts else 1.0
+    experts, experts_per_token = experts_of(text)
+    share = experts_per_token / experts if experts else 1.0
 
     def active(name: str, count: int) -> float:
         return count * (share if ".experts." in name else 1)

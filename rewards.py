@@ -170,8 +170,8 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
 
         if not is_served(cfg.reward_model):
             load(cfg.reward_model)  # now, as the first call has a time limit
-    if taken := {*(columns or ())} & {*OWN_ARGUMENTS}:
-        raise ConfigError(f"column {min(taken)!r} is an argument of reward functions; rename it in format_row.")
+    if clashes := {*(columns or ())} & {*OWN_ARGUMENTS}:
+        raise ConfigError(f"column {min(clashes)!r} is an argument of reward functions; rename it in format_row.")
     for name, function in functions.items() if columns is not None else ():
         available = {*columns, *OWN_ARGUMENTS} - {"prompt"} | ({"environments"} if cfg.env else set())
         if fault := missing_arguments(function, available):
@@ -258,10 +258,10 @@ def call_arguments(trajectories: list, cfg) -> dict:
     completions, prompts, completion_ids = [], [], []
     for trajectory, row in zip(trajectories, rows, strict=True):
         info, chat = trajectory.info, not isinstance(row["prompt"], str)
-        begun = info.get("begun", "")  # what the chat template began, such as <think>
+        opening = info.get("begun", "")  # what the chat template began, such as <think>
         messages = info.get("messages")  # of all turns, if there are several
-        text = begun + info["completion"] if messages is None else completion_text(messages)
-        message = {"role": "assistant", "content": text} | ({"begun": begun} if begun else {})
+        text = opening + info["completion"] if messages is None else completion_text(messages)
+        message = {"role": "assistant", "content": text} | ({"begun": opening} if opening else {})
         completions.append((messages or [message]) if chat else text)
         prompts.append(info.get("shown", row["prompt"]) if chat else row["prompt"])  # as the environment completed it
         start = next((i for i, mask in enumerate(trajectory.loss_mask) if mask), len(trajectory.token_ids))
@@ -312,11 +312,11 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     on_request = ("trajectories", "cfg")  # TRL functions with ** do not expect these
-    chosen = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
-    if "trajectories" in chosen:
-        chosen["trajectories"] = [copy_of(trajectory) for trajectory in trajectories]
+    kwargs = {k: v for k, v in arguments.items() if k in parameters or (takes_all and k not in on_request)}
+    if "trajectories" in kwargs:
+        kwargs["trajectories"] = [copy_of(trajectory) for trajectory in trajectories]
     turns = [trajectory.turns for trajectory in trajectories]
-    outcome = await run_limited(function, chosen, seconds, functools.partial(floats, turns=turns))
+    outcome = await run_limited(function, kwargs, seconds, functools.partial(floats, turns=turns))
     took = time.perf_counter() - start
     if outcome is None:
         message = "reward function %r took over --reward_timeout=%g s; its %d completions get cfg.reward_on_timeout"
@@ -379,8 +379,8 @@ def floats(values, turns: list[int]) -> list[tuple]:
 
 def reward_error(name: str, fault: str, arguments: dict, index: int | None = None) -> RewardError:
     """index: the completion at fault; without it all completions of the group are shown, since any may be."""
-    shown = range(min(len(arguments["completions"]), 16)) if index is None else [index]
+    indices = range(min(len(arguments["completions"]), 16)) if index is None else [index]
     trajectories = arguments["trajectories"]
-    lines = [f"reward function {name!r} {fault}", f"  row: {shorten(trajectories[shown[0]].row, 1000)}"]
-    lines += [f"  completion {i}: {shorten(trajectories[i].info['completion'], 500)}" for i in shown]
+    lines = [f"reward function {name!r} {fault}", f"  row: {shorten(trajectories[indices[0]].row, 1000)}"]
+    lines += [f"  completion {i}: {shorten(trajectories[i].info['completion'], 500)}" for i in indices]
     return RewardError("\n".join(lines))

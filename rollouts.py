@@ -52,7 +52,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
 
     async def one_prompt(group: int, row: dict) -> list[Trajectory]:
         prompt = build_prompt(row, generator, cfg)
-        told = {"told": prompt_messages(row, cfg.system_prompt)} if cfg.system_prompt else {}
+        system = {"told": prompt_messages(row, cfg.system_prompt)} if cfg.system_prompt else {}
         images = dict(images=prompt.images, expanded=prompt) if prompt.images else {}
         samples = await generator.generate(prompt.sent_ids, n=cfg.num_generations, **images, **sampling_options(cfg))
         check_echo(prompt, samples)
@@ -75,7 +75,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                     "routed_experts": joined(None, sample),
                     "spans": sample.spans,
                     "sent": (prompt.sent_ids, sample.token_ids, len(prompt.images)),
-                    **told,
+                    **system,
                 },
             )
             for sample in samples
@@ -223,8 +223,8 @@ async def call_rollout(row: dict, generator, cfg: TrainConfig) -> list[Trajector
     try:
         returned = await asyncio.wait_for(function([row], generator, cfg), limit)
     except (TrajectoryError, TimeoutError) as error:
-        late = TrajectoryError(f"rollout {cfg.rollout!r} took over {ROLLOUT_TIMEOUT:g} s", row)
-        error = late if isinstance(error, TimeoutError) else error
+        timeout_error = TrajectoryError(f"rollout {cfg.rollout!r} took over {ROLLOUT_TIMEOUT:g} s", row)
+        error = timeout_error if isinstance(error, TimeoutError) else error
         return [failed_trajectory(row, 0, error) for _ in range(cfg.num_generations)]
     trajectories = checked_rollout(returned, row, generator, cfg)
     for trajectory in trajectories if cfg.domain else ():
@@ -262,8 +262,8 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     others, whatever the purpose."""
 
     def refuse(came: str):
-        asked = f"asked for {cfg.num_generations} trajectories of one row (cfg.purpose {cfg.purpose!r})"
-        return RolloutError(f"rollout {cfg.rollout!r}, {asked}, {came}.\n  row: {shorten(row, 500)}")
+        request = f"asked for {cfg.num_generations} trajectories of one row (cfg.purpose {cfg.purpose!r})"
+        return RolloutError(f"rollout {cfg.rollout!r}, {request}, {came}.\n  row: {shorten(row, 500)}")
 
     rule = "Return a list of Trajectory objects, cfg.num_generations for each row"
     if not isinstance(returned, list) or not all(isinstance(t, Trajectory) for t in returned):
@@ -271,7 +271,7 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     if len(returned) != cfg.num_generations and not (any_number(cfg) and returned):
         exception = "or at least one, if it sets `any_number = True` (ROLLOUTS); a greedy baseline is exactly one"
         raise refuse(f"returned {len(returned)}. {rule}, {exception}")
-    checked = []
+    copies = []
     for index, t in enumerate(returned):
         if "failure" not in t.info:
             if fault := trajectory_fault(t, generator, cfg):
@@ -283,8 +283,8 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
                 t.info["completion"] = generator.tokenizer.decode(sampled, skip_special_tokens=True)
             if "messages" not in t.info:
                 t.info["begun"] = begun_in(t.prompt_ids, generator.tokenizer, cfg)
-        checked.append(t)
-    return checked
+        copies.append(t)
+    return copies
 
 
 # ---- data rows as the model sees them --------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     """Token counts of the first rows' prompts, with what tools add to them. ConfigError for a prompt that cannot be
     shown to the model, or if all are over --max_prompt_length. Prints how many are too long, and how many hold text
     that reads like special tokens."""
-    head, lengths, forged = rows[:LOOKED_AT], [], []
+    head, lengths, lookalikes = rows[:LOOKED_AT], [], []
     if not (cfg.tools or cfg.mcp_config or cfg.env) and head and head[0].get("tools") and not own_schemas(head[0]):
         say_once(f"{name}: column `tools` holds no JSON schemas, and no --tools are given that it could name.")
     environment = None
@@ -310,18 +310,18 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
             lengths.append(len(vision_prompt(prompt_row, processor, None, cfg).token_ids))
         except PartError as error:
             raise ConfigError(f"{name}, row {number}: {error}.") from error
-        forged += pattern_of(processor).findall(str(row["prompt"]))[:1]
+        lookalikes += pattern_of(processor).findall(str(row["prompt"]))[:1]
     over = sum(length > cfg.max_prompt_length for length in lengths)
     if head and over == len(head):
         limit = f"--max_prompt_length={cfg.max_prompt_length}"
         raise ConfigError(f"{limit}: {name} have longer prompts, the shortest of {min(lengths)} tokens. Raise it.")
     if over:
         say_once(f"{name}: {over} of the first {len(head)} prompts are over --max_prompt_length; they are left out.")
-    if forged and not cfg.no_apply_chat_template:  # without a template the prompt's special tokens are intended
+    if lookalikes and not cfg.no_apply_chat_template:  # without a template the prompt's special tokens are intended
         remedy = "is broken up by a blank (--allow_special_tokens turns it into one)"
         remedy = "becomes one" if cfg.allow_special_tokens else remedy
-        warning = f"text that reads like a special token, such as {forged[0]!r}: it {remedy}"
-        say_once(f"{name}: {len(forged)} of the first {len(head)} prompts hold {warning}.")
+        warning = f"text that reads like a special token, such as {lookalikes[0]!r}: it {remedy}"
+        say_once(f"{name}: {len(lookalikes)} of the first {len(head)} prompts hold {warning}.")
     return lengths
 
 

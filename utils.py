@@ -264,9 +264,9 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
     """RuntimeError if trainer and generator differ too much. share: of the limit, which allows for bfloat16. images:
     whether the prompt holds images."""
     if not difference <= (limit := share * cfg.logprob_diff_limit):
-        where = " of a prompt with images" if images else ""
+        of_images = " of a prompt with images" if images else ""
         raise RuntimeError(
-            f"Trainer and generator disagree on the sampled tokens{where}: mean |log-prob difference| "
+            f"Trainer and generator disagree on the sampled tokens{of_images}: mean |log-prob difference| "
             f"{difference:.3f}, limit {limit:g}. Usual causes: another model on the server, a quantised server, top-k "
             "/ top-p sampling, a modified model class. --logprob_diff_limit raises the limit."
             + " With --load_in 4bit: the server needs the weights that the 4 bits stand for, which "
@@ -282,18 +282,18 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> int:
     the exit status: 2 for a setting that another try would not change."""
     if getattr(error, "needs_traceback", True):  # frames only: the message follows
         # of a user's function, the frames of that function
-        others = type(error).__name__ in ("RewardError", "TrajectoryError")
-        printed = error.__cause__ if others and error.__cause__ else error
+        of_user = type(error).__name__ in ("RewardError", "TrajectoryError")
+        printed = error.__cause__ if of_user and error.__cause__ else error
         message_lines = len(traceback.format_exception_only(printed))
         print("".join(traceback.format_exception(printed)[:-message_lines]), file=sys.stderr)
-    where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    rank_prefix = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     causes = [cause for cause in dict.fromkeys((error, error.__cause__)) if cause is not None]
     notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
     text = "\n  ".join([str(error), *notes])
-    print(f"\n{where}{type(error).__name__}: {text}", file=sys.stderr)
+    print(f"\n{rank_prefix}{type(error).__name__}: {text}", file=sys.stderr)
     if isinstance(error, dist.DistError) or re.search("gloo|NCCL", text):
         print(
-            f"{where}The ranks lost contact: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
+            f"{rank_prefix}The ranks lost contact: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
             f"The first that failed says why. {RANK_KILLED}",
             file=sys.stderr,
         )

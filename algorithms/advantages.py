@@ -276,12 +276,12 @@ def optimal_baseline(batch: Batch, order: Tensor) -> Tensor:
     mask, returns, energy = (x.gather(1, order) for x in columns)
     energy = (energy * mask).cumsum(1) * mask
     top, bottom = (torch.zeros_like(energy).index_add(0, index, v)[index] for v in (returns * energy, energy))
-    others = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
-    length, longest = mask.sum(1, keepdim=True), (others * mask.sum(1)).amax(1, keepdim=True)  # [B, 1] each
+    is_other = (index[:, None] == index) & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+    length, longest = mask.sum(1, keepdim=True), (is_other * mask.sum(1)).amax(1, keepdim=True)  # [B, 1]
     since_prompt = torch.arange(mask.shape[1], device=mask.device) - mask.argmax(1, keepdim=True)  # [B, T]
     # Beyond the end of every other completion of the group there is nothing to compare with, so no baseline.
-    alone = (since_prompt >= longest) & (length > longest)
-    advantages = (returns - (top / (bottom + 1e-8)).masked_fill(alone, 0.0)) * mask * (size > 1)[:, None]
+    no_baseline = (since_prompt >= longest) & (length > longest)
+    advantages = (returns - (top / (bottom + 1e-8)).masked_fill(no_baseline, 0.0)) * mask * (size > 1)[:, None]
     return torch.zeros_like(advantages).scatter(1, order, advantages)
 
 

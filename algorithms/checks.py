@@ -62,8 +62,8 @@ def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
     if prepare := getattr(function, "prepare", None):
         with explained(name, batch), utils.counted(not batch.stand_in):
             extras = prepare(batch, cfg)
-        if taken := extras.keys() & batch.extras.keys():
-            raise ValueError(f"{name} returned {min(taken)!r}, which batch.extras already has; rename one.")
+        if clashes := extras.keys() & batch.extras.keys():
+            raise ValueError(f"{name} returned {min(clashes)!r}, which batch.extras already has; rename one.")
         for key, value in extras.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else ()
             if shape not in ((), (len(batch),), tuple(batch.loss_mask.shape)):
@@ -98,10 +98,10 @@ def own_term(function: Callable, logprobs: Tensor, entropy: Tensor, batch, cfg: 
     """What train_grpo.own_term adds to the loss: a scalar, the sum over its tokens, weighted like the loss unless the
     function sets `weights = "sum"`; and its statistics."""
     with explained("own_term", batch):
-        added, numbers = function(logprobs, entropy if entropy.requires_grad else None, batch, cfg)
+        extra_term, statistics = function(logprobs, entropy if entropy.requires_grad else None, batch, cfg)
     weights = 1 if getattr(function, "weights", "agg") == "sum" else batch.weights
-    total = 0.0 if added is None else (weights * term("own_term", added, batch)).sum()
-    return total, check_statistics("own_term", numbers, batch)
+    total = 0.0 if extra_term is None else (weights * term("own_term", extra_term, batch)).sum()
+    return total, check_statistics("own_term", statistics, batch)
 
 
 def term(name: str, values: Tensor, batch) -> Tensor:
@@ -116,8 +116,8 @@ def check_statistics(name: str, statistics: dict, batch) -> dict:
     """The statistics, unchanged. Each must have one value per token or broadcast to that ([B, 1], [1, T], a scalar), or
     one per row, [B]; ValueError otherwise."""
     rows, length = batch.loss_mask.shape
-    if taken := sorted(TAKEN & statistics.keys()):
-        raise ValueError(f"{name} returned the statistic {taken[0]!r}, which the script logs; take another name.")
+    if reserved := sorted(TAKEN & statistics.keys()):
+        raise ValueError(f"{name} returned the statistic {reserved[0]!r}, which the script logs; take another name.")
     for key, matrix in statistics.items():
         shape = tuple(matrix.shape) if isinstance(matrix, Tensor) else None
         if shape not in ((), (rows,), (1, 1), (rows, 1), (1, length), (rows, length)):

@@ -41,8 +41,8 @@ def about_place(values: Tensor, mask: Tensor) -> Tensor:
     sums[0].scatter_add_(0, place.flatten(), (values * mask).flatten().double())
     sums[1].scatter_add_(0, place.flatten(), mask.flatten().double())
     total, count = utils.all_sum(sums)
-    others = (total[place] - values.double()) / (count[place] - 1).clamp(min=1)
-    return (values - others.to(values)) * mask
+    mean_of_others = (total[place] - values.double()) / (count[place] - 1).clamp(min=1)
+    return (values - mean_of_others.to(values)) * mask
 
 
 def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -66,9 +66,9 @@ distill.needs = ("teacher_logprobs",)
 distill.compares_group = rewards_count
 
 
-def with_rest(logprobs: Tensor, known: Tensor) -> Tensor:
+def with_rest(logprobs: Tensor, is_top: Tensor) -> Tensor:
     """Log-probs of k tokens, followed by that of all other tokens together.  [..., k], [..., k] -> [..., k + 1]"""
-    logprobs = logprobs.masked_fill(~known, NOTHING)
+    logprobs = logprobs.masked_fill(~is_top, NOTHING)
     mass = logprobs.exp().sum(-1, keepdim=True)
     excess = (mass.detach() - (1 - 1e-6)).clamp(min=0)  # rounding can make the mass 1 or more; it keeps its gradient
     return torch.cat([logprobs, torch.log1p(excess - mass)], -1)
@@ -86,8 +86,8 @@ def divergence(part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     b = --distill_jsd: KL(T || S) at 0, KL(S || T) at 1, between them GKD's b KL(T || M) + (1 - b) KL(S || M) with
     M = b T + (1 - b) S.  2306.13649 eq. 1 and sec. 3
     """
-    known, b = part.teacher_top_logprobs > -math.inf, cfg.distill_jsd
-    teacher, policy = with_rest(part.teacher_top_logprobs, known), with_rest(part.top_logprobs, known)
+    is_top, b = part.teacher_top_logprobs > -math.inf, cfg.distill_jsd
+    teacher, policy = with_rest(part.teacher_top_logprobs, is_top), with_rest(part.top_logprobs, is_top)
     if b == 0:
         term = kl(teacher, policy)
     elif b == 1:
@@ -95,7 +95,7 @@ def divergence(part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     else:
         mixed = torch.logaddexp(teacher + math.log(b), policy + math.log(1 - b))
         term = b * kl(teacher, mixed) + (1 - b) * kl(policy, mixed)
-    covered = part.top_logprobs.detach().exp().where(known, 0).sum(-1)
+    covered = part.top_logprobs.detach().exp().where(is_top, 0).sum(-1)
     return term, {"distill/divergence": term, "distill/policy_mass": covered}
 
 

@@ -134,8 +134,8 @@ def drawn(candidates: Tensor, count: int, seed: int) -> Tensor:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     count_of = dict(utils.gather_objects((rank, int(candidates.sum()))))
     order = torch.randperm(sum(count_of.values()), generator=torch.Generator().manual_seed(seed))
-    before = sum(number for other, number in count_of.items() if other < rank)
-    is_drawn = torch.isin(before + torch.arange(int(candidates.sum())), order[:count])
+    offset = sum(number for peer, number in count_of.items() if peer < rank)
+    is_drawn = torch.isin(offset + torch.arange(int(candidates.sum())), order[:count])
     return torch.zeros_like(candidates).masked_scatter(candidates, is_drawn.to(candidates.device))
 
 

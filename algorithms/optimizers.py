@@ -74,7 +74,7 @@ def schedule(spec: str, learning_rate: float, warmup: int, total: int) -> Callab
     from transformers.trainer_utils import SchedulerType
 
     name, arguments = with_arguments(spec)
-    known_name("--lr_schedule", name, {each.value for each in SchedulerType} - {"reduce_lr_on_plateau", "greedy"})
+    known_name("--lr_schedule", name, {entry.value for entry in SchedulerType} - {"reduce_lr_on_plateau", "greedy"})
     name = "constant_with_warmup" if name == "constant" else name
     stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=learning_rate)  # schedules read its learning rate
     return get_scheduler(name, stand_in, warmup, total, scheduler_specific_kwargs=arguments).lr_lambdas[0]

@@ -56,8 +56,8 @@ def connect(cfg: TrainConfig, processor, rows: list[dict]) -> None:
         servers(cfg).connect(decode, len(tokenizer), window, cfg.distill_topk, cfg.server_timeout)
 
 
-def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> None:
-    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. instead: what the
+def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, remedy: str) -> None:
+    """ConfigError unless the model that the flag names reads tokens, and images, as the policy does. remedy: what the
     message suggests."""
     name, of_policy = getattr(cfg, flag.removeprefix("--")), load_config(cfg.model_id)
     kind, processor = load_config(name).model_type, load_processor(name)
@@ -65,7 +65,7 @@ def check_reads_alike(tokenizer, cfg: TrainConfig, flag: str, instead: str) -> N
     if differing or (takes_images(of_policy) and kind != of_policy.model_type):
         text, token = min(differing, key=lambda pair: pair[1], default=("", 0))
         first = f" (token {token} is {text!r} for the policy)" if differing else ""
-        raise ConfigError(f"{flag}={name}, a {kind}, reads other text or images than the policy{first}; {instead}.")
+        raise ConfigError(f"{flag}={name}, a {kind}, reads other text or images than the policy{first}; {remedy}.")
 
 
 def servers(cfg: TrainConfig) -> TeacherServers:
@@ -73,8 +73,8 @@ def servers(cfg: TrainConfig) -> TeacherServers:
 
 
 @functools.cache
-def _servers(urls: tuple, *how) -> TeacherServers:  # one per process: it remembers what the servers reported at start
-    return TeacherServers(list(urls), *how)
+def _servers(urls: tuple, *args) -> TeacherServers:  # one per process: it remembers what the servers reported at start
+    return TeacherServers(list(urls), *args)
 
 
 # ---- trajectories ---------------------------------------------------------------------------------------------------
@@ -113,15 +113,15 @@ async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scor
 async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) -> Prompt | None:
     """The prompt behind which the teacher sees the sampled tokens; None if it is not to be asked."""
     if not cfg.teacher_prompt:
-        sent, *_ = trajectory.info.get("sent", (trajectory.prompt_ids,))
-        return Prompt(trajectory.prompt_ids, sent, trajectory.images)
+        sent_ids, *_ = trajectory.info.get("sent", (trajectory.prompt_ids,))
+        return Prompt(trajectory.prompt_ids, sent_ids, trajectory.images)
     messages, row = trajectory.row.get(cfg.teacher_prompt), trajectory.row
     if function_path(cfg.teacher_prompt):
         function = functools.partial(load_function(cfg.teacher_prompt), trajectory)
         outcome = await run_limited(function, {}, cfg.reward_timeout, unread)
         if outcome is None:
-            late = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
-            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {late}")
+            fault = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
+            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {fault}")
         messages, error = outcome
         if error is not None:
             raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} raised {error!r:.300}") from error
@@ -176,13 +176,13 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
     complete(batch, cfg)
     if in_this_process(cfg):
         teacher = run.teacher or run.policy  # the policy itself, with another prompt
-        seen, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
+        teacher_batch, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
         unwrapped(teacher).top = cfg.distill_topk
         # [B, T], [B, T, k]: its log-probs, its tokens
-        logprobs, _, _, *top = all_logprobs(teacher, seen, cfg)
+        logprobs, _, _, *top = all_logprobs(teacher, teacher_batch, cfg)
         unwrapped(teacher).top = 0
         metrics["time/teacher"] = time.perf_counter() - began
-        enter(batch, seen, trajectories, logprobs, top, cfg)
+        enter(batch, teacher_batch, trajectories, logprobs, top, cfg)
     drop_unknown(batch, unwrapped(run.policy).hf_model.config.get_text_config().vocab_size)
     return metrics | distill_metrics(batch)
 
@@ -222,12 +222,12 @@ def enter(
 ) -> None:
     """Copies the answer of a teacher in this process, [B, T'] and [B, T', k] for the batch `seen`, into the batch, for
     the trajectories that it was asked about. Their sampled tokens are the same in both, in the same order."""
-    asked = [
+    is_asked = [
         "teacher_prompt" in t.info if domain.teacher_prompt else domain.teacher_id is not None
         for t, domain in ((t, cfg.of(t.row)) for t in trajectories)
     ]
-    asked = torch.tensor(asked, device=logprobs.device)[:, None]  # [B, 1]
-    in_batch, in_seen = asked & (batch.loss_mask > 0), asked & (seen.loss_mask > 0)
+    is_asked = torch.tensor(is_asked, device=logprobs.device)[:, None]  # [B, 1]
+    in_batch, in_seen = is_asked & (batch.loss_mask > 0), is_asked & (seen.loss_mask > 0)
     batch.teacher_logprobs[in_batch] = logprobs[in_seen]
     if top:
         batch.teacher_top_logprobs[in_batch], batch.teacher_top[in_batch] = (values[in_seen] for values in top)

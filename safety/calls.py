@@ -132,9 +132,9 @@ def watch() -> None:
 def give_up(call: Call) -> None:
     """Reports which calls go on after their time; TooManyGivenUp if there are too many."""
     call.given_up = time.monotonic()
-    late = [other for other in list(RUNNING) if other.given_up is not None]
-    stale = [other for other in late if time.monotonic() - other.given_up > GIVEN_UP_SECONDS]
-    names = Counter(name_of(other.function) for other in late).most_common()
+    late = [running for running in list(RUNNING) if running.given_up is not None]
+    stale = [running for running in late if time.monotonic() - running.given_up > GIVEN_UP_SECONDS]
+    names = Counter(name_of(running.function) for running in late).most_common()
     message = (
         f"{len(late)} calls that ran out of time are still running, and may take a core each: "
         f"{', '.join(f'{name} x {number}' for name, number in names)}. Give the function a limit of its own, or write "

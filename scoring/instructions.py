@@ -146,7 +146,7 @@ def instructions(completions, instruction_id_list, kwargs, **columns) -> list[di
             except TypeError as error:
                 raise ValueError(f"instruction {name} with {options}: {error}") from None
         # An instruction may be given several times, with other arguments: it counts if all of them are followed.
-        by_name = {name: min(value for other, value in results if other == name) for name, _ in results}
+        by_name = {name: min(value for key, value in results if key == name) for name, _ in results}
         scores.append(by_name | {"reward": sum(value for _, value in results) / len(results)} if results else None)
     return scores
 
