@@ -310,7 +310,7 @@ def by_domain(batch: Batch, cfg: TrainConfig) -> Iterator[tuple[TrainConfig, lis
     if batch.stand_in:
         rows = [[] for _ in configs]
     elif sum(map(len, rows)) < len(batch):
-        raise ValueError("after_rollout returned a trajectory whose row has no `domain` of this run; copy its row's")
+        raise ValueError("after_rollout returned a trajectory whose row names no domain of this run; copy `domain`")
     rank_counts = utils.all_sum(torch.tensor([float(bool(numbers)) for numbers in rows])).tolist()
     uneven = any(0 < count < utils.world_size() for count in rank_counts)
     donors = utils.gather_objects([batch.rows[numbers[0]] if numbers else None for numbers in rows]) if uneven else []

@@ -334,7 +334,7 @@ PRESETS: dict[str, dict] = {  # arXiv
 
 # ---- domains: several data sets in one run, with their own settings --------------------------------------------------
 
-# What may differ by domain. A knob of your own may, too: config.BY_DOMAIN.add("my_knob")
+# Settings that may differ by domain. To add your own: config.BY_DOMAIN.add("my_knob")
 BY_DOMAIN = {
     *"dataset_id dataset_config dataset_split eval_dataset_id eval_split eval_solved".split(),
     *"system_prompt no_apply_chat_template allow_special_tokens max_prompt_length max_pixels".split(),
@@ -356,7 +356,7 @@ def read_entry(entry: dict, cls: type) -> dict:
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,50}", name) or name in TAKEN:
         raise ConfigError(f"domains, name {name!r}: use letters, digits, - . _, and none of {', '.join(TAKEN)}.")
     for key in entry:
-        known_name(f"domain {name!r}, settings of its own", key, {"name", "weight", *BY_DOMAIN})
+        known_name(f"settings of domain {name!r}", key, {"name", "weight", *BY_DOMAIN})
     try:
         settings = {key: convert(key, hints[key], value) for key, value in entry.items() if key in BY_DOMAIN}
     except ConfigError as error:
@@ -573,7 +573,7 @@ def flags(cls: type) -> list[dataclasses.Field]:
 
 
 def field_help(cls: type) -> dict[str, tuple[str, str]]:
-    """Field name -> (group, help). The help is the comment behind or above the field, the group its `# --- group ---`.
+    """Field name -> (group, help). The help is the comment after or above the field, the group its `# --- group ---`.
     Base classes come first."""
     help_of: dict[str, tuple[str, str]] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):

@@ -271,7 +271,7 @@ def call_arguments(trajectories: list, cfg) -> dict:
     if any("object" in trajectory.info for trajectory in trajectories):  # with --env
         standard["environments"] = [trajectory.info.get("object") for trajectory in trajectories]
 
-    # Local functions on purpose: they cannot be pickled for an own process, where what they record would be lost.
+    # Local functions on purpose: these cannot be pickled for a separate process, which would lose what they record.
     def log_extra(column: str, values: list) -> None:
         """Write one value per completion to the run folder's completions, as a column of that name."""
         for trajectory, value in zip(trajectories, values, strict=True):

@@ -140,7 +140,7 @@ def settings_of_calls(cfg: TrainConfig, reward_functions: dict[str, Callable]) -
 
 
 async def each_alone(play_one: Callable, rows: list[dict], cfg: TrainConfig) -> list[Trajectory]:
-    """What the coroutine play_one(row, group) makes of each trajectory of the rows. Each is a task of its own and waits
+    """The trajectories that the coroutine play_one(row, group) makes of the rows. Each runs as its own task and waits
     for no other; one that fails is returned as `failed_trajectory`."""
 
     async def play_or_fail(row: dict, group: int) -> Trajectory:

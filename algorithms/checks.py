@@ -46,8 +46,8 @@ def explained(name: str, batch) -> Iterator[None]:
     except (TypeError, AttributeError, KeyError) as error:
         absent = ", ".join(field for field in FIELDS if getattr(batch, field, None) is None)
         error.add_note(
-            f"In {name}. Of the batch these are None, as no function asks for them: {absent}. Write FUNCTION.needs = "
-            f'("FIELD",) below the one that reads it. batch.extras has {sorted(batch.extras) or "nothing"}.'
+            f"In {name}. Fields of the batch that are None, as no function needs them: {absent}. Write FUNCTION.needs "
+            f'= ("FIELD",) below the function that reads it. batch.extras has {sorted(batch.extras) or "nothing"}.'
         )
         raise
 

@@ -62,7 +62,7 @@ def distill(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 distill.needs = ("teacher_logprobs",)
-# Where no reward counts, one completion a prompt is enough.
+# Where no reward counts, one completion per prompt is enough.
 distill.compares_group = rewards_count
 
 

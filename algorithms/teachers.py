@@ -1,4 +1,4 @@
-"""Connects rollouts with teachers: who teaches a trajectory, behind which prompt, and how its answer enters the batch.
+"""Connects rollouts with teachers: who teaches a trajectory, after which prompt, and how its answer enters the batch.
 
 The settings of the row's domain choose one of three teachers:
 
@@ -111,7 +111,7 @@ async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scor
 
 
 async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) -> Prompt | None:
-    """The prompt behind which the teacher sees the sampled tokens; None if it is not to be asked."""
+    """The prompt that the teacher sees before the sampled tokens; None if it is not to be asked."""
     if not cfg.teacher_prompt:
         sent_ids, *_ = trajectory.info.get("sent", (trajectory.prompt_ids,))
         return Prompt(trajectory.prompt_ids, sent_ids, trajectory.images)
@@ -203,7 +203,7 @@ def in_this_process(cfg: TrainConfig) -> bool:
 
 
 def as_seen(batch: Batch, trajectories: list[Trajectory], pad_id: int, cfg: TrainConfig) -> Batch:
-    """The batch as the teacher sees it, behind its own prompts (--teacher_prompt); each row's sampled tokens are
+    """The batch as the teacher sees it, after its own prompts (--teacher_prompt); each row's sampled tokens are
     unchanged."""
     if not any(domain.teacher_prompt for domain in cfg.by_domain()):
         return replace(batch, routed_experts=None, teacher_top=None)
