@@ -90,7 +90,7 @@ class Batch:
             values = {name: getattr(first, name) for name in ("loss_mask", "weights", "advantages")}
             zeros = {name: torch.zeros_like(value) for name, value in values.items() if value is not None}
             return replace(first, stand_in=True, **zeros)
-        places = utils.sent(torch.tensor(rows), self.input_ids.device)  # once, not for every field
+        places = utils.upload(torch.tensor(rows), self.input_ids.device)  # once, not for every field
         longest = int(self.attention_mask[places].sum(1).max())
 
         def cut(value: Tensor) -> Tensor:

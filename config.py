@@ -368,7 +368,7 @@ def read_entry(entry: dict, cls: type) -> dict:
 
 
 @contextlib.contextmanager
-def named(cfg: TrainConfig):
+def naming_domain(cfg: TrainConfig):
     """Adds the domain's name to a ConfigError raised within."""
     try:
         yield
@@ -496,7 +496,7 @@ def load_config(cls: type = TrainConfig, argv: list[str] | None = None, descript
     if len({domain.domain for domain in cfg.by_domain()}) < len(cfg.domains):
         raise ConfigError("domains: two entries have the same name; give each its own.")
     for domain in cfg.by_domain():
-        with named(domain):
+        with naming_domain(domain):
             for url in domain.teacher_urls:
                 http.base(url)  # ValueError if it is no address
             check(domain)

@@ -94,7 +94,7 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def own_keys(row: dict) -> dict:
+def row_without_nulls(row: dict) -> dict:
     """`without_nulls` of every column."""
     return {name: without_nulls(value) for name, value in row.items()} if isinstance(row, dict) else row
 
@@ -103,14 +103,14 @@ def from_table(table, name: str) -> Rows:
     """Rows of a `datasets.Dataset`. Images are opened when a row is taken, and decoded when they are first used."""
     images = [name for name in ("image", "images") if name in table.column_names]
     if not images:
-        return Rows(table, own_keys, name)
+        return Rows(table, row_without_nulls, name)
     from inputs.pictures import opened_value, undecoded  # here: needs Pillow
 
     files = undecoded(table, images)
     decoded = [name for name in images if files.features[name] != table.features[name]]
 
     def make(row: dict) -> dict:
-        return own_keys(row) | {name: opened_value(row[name]) for name in decoded}
+        return row_without_nulls(row) | {name: opened_value(row[name]) for name in decoded}
 
     return Rows(files, make, name)
 
@@ -251,7 +251,7 @@ def load_from_function(spec: str, split: str, seed: int):
         return rows
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
         return from_table(rows, spec)
-    return [own_keys(row) for row in rows]
+    return [row_without_nulls(row) for row in rows]
 
 
 def load_seeds(spec: str, split: str, seed: int) -> list[dict]:

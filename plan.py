@@ -190,7 +190,7 @@ def kept(need: Counter) -> int:
     return round(sum(need[kind] for kind in ("weights", "optimizer", "critic", "reference", "generator")))
 
 
-def fitted(sizes: Sizes, cfg: TrainConfig, ranks: int, usable: float, critic: bool) -> tuple[TrainConfig, Counter]:
+def fit_budget(sizes: Sizes, cfg: TrainConfig, ranks: int, usable: float, critic: bool) -> tuple[TrainConfig, Counter]:
     """The settings with the given --tokens_per_microbatch, or else the largest of BUDGETS with which a step fits into
     `usable` bytes (the smallest if none does); and the bytes that they need."""
     for tokens in [cfg.tokens_per_microbatch] if cfg.tokens_per_microbatch else BUDGETS:
@@ -218,7 +218,7 @@ def settled(
     usable = free * (1 - SPARE)
     with torch.device("meta"):
         sizes = sizes_of(make_policy(cfg))
-    choice, need = fitted(sizes, cfg, ranks, usable, critic)
+    choice, need = fit_budget(sizes, cfg, ranks, usable, critic)
     if peak(need) <= usable:
         return choice, ""
     return choice, (
@@ -302,7 +302,7 @@ def split(cfg: PlanConfig, config, sizes: Sizes, server_gpus: int) -> dict:
         sharded = replace(cfg, strategy="fsdp2")
         choices = [replace(cfg, strategy="ddp"), sharded] + ([] if cfg.load_in else [replace(sharded, offload=True)])
     for choice in choices:
-        choice, need = fitted(sizes, choice, ranks, usable, cfg.critic)
+        choice, need = fit_budget(sizes, choice, ranks, usable, cfg.critic)
         if trains := peak(need) <= usable:
             break
     server = serve(choice, config, sizes, server_gpus, choice.sequences_per_step)
@@ -391,7 +391,7 @@ def on_one_gpu(cfg: PlanConfig, config, sizes: Sizes) -> int:
     ways.append(("--generator hf, no server", dict(generator="hf", push_lora="auto"), hf_bytes, 0))
     any_fits = False
     for name, changes, sampler, resident in ways:
-        choice, need = fitted(sizes, replace(cfg, **changes), 1, usable - resident, False)
+        choice, need = fit_budget(sizes, replace(cfg, **changes), 1, usable - resident, False)
         total = max(peak(need) + resident, sampler + kept(need) * (choice.generator == "hf"))
         any_fits = any_fits or total <= usable
         fits = "yes" if total <= usable else "NO"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-from config import ConfigError, TrainConfig, known_name, named, shorten
+from config import ConfigError, TrainConfig, known_name, naming_domain, shorten
 from data import LOOKED_AT, has_column
 from inputs.parts import PartError
 from inputs.prompts import begun_in, own_schemas, pattern_of, prompt_messages
@@ -121,7 +121,7 @@ def with_parser(cfg: TrainConfig, processor) -> TrainConfig:
         if domain.env or domain.tools or domain.mcp_config or domain.agent:
             from inputs.formats import parser_for
 
-            with named(domain):
+            with naming_domain(domain):
                 parser_of[domain.domain] = parser_for(domain.tool_parser, processor, bool(domain.env or domain.agent))
     entries = [e | ({"tool_parser": parser_of[e["name"]]} if e["name"] in parser_of else {}) for e in cfg.domains]
     return replace(cfg, domains=entries, tool_parser=parser_of.get("", cfg.tool_parser))

@@ -238,7 +238,7 @@ def running_moments(values: Tensor, moments: list[float]) -> tuple[float, float]
     return total / count, (max(squares - total**2 / count, 0) / max(count - 1, 1)) ** 0.5
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies a CPU tensor to a device through pinned memory: any other copy makes the host wait for the GPU."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -39,7 +39,7 @@ def check_functions(functions: dict[str, Callable], cfg: TrainConfig) -> None:
 
 
 @contextlib.contextmanager
-def explained(name: str, batch) -> Iterator[None]:
+def naming_missing_fields(name: str, batch) -> Iterator[None]:
     """Adds a note to an error raised within: which fields of the batch are None because no function asks for them."""
     try:
         yield
@@ -60,7 +60,7 @@ def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
     {name: number, or tensor [B, ...]}."""
     checked_extras, name = {}, f"{getattr(function, '__name__', function)}.prepare"
     if prepare := getattr(function, "prepare", None):
-        with explained(name, batch), utils.counted(not batch.stand_in):
+        with naming_missing_fields(name, batch), utils.counted(not batch.stand_in):
             extras = prepare(batch, cfg)
         if clashes := extras.keys() & batch.extras.keys():
             raise ValueError(f"{name} returned {min(clashes)!r}, which batch.extras already has; rename one.")
@@ -75,10 +75,10 @@ def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """(advantages [B, T], statistics) of an advantage function. ValueError if they cannot be trained on."""
     name = f"advantage {cfg.advantage!r}"
-    with explained(name, batch):
+    with naming_missing_fields(name, batch):
         result = advantage(batch, cfg)
     advantages, stats = result if isinstance(result, tuple) else (result, {})
-    advantages = checked(name, advantages, batch, "spread(values, batch.loss_mask) makes it from [B]")
+    advantages = per_token(name, advantages, batch, "spread(values, batch.loss_mask) makes it from [B]")
     if not advantages.isfinite().all():
         raise ValueError(f"{name} returned nan or infinity on a sampled token. {why_not_finite(batch)}")
     return advantages, dict(stats)
@@ -87,7 +87,7 @@ def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict
 def policy_loss(function: Callable, logprobs: Tensor, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """function(logprobs, batch, cfg), checked: (loss per token, statistics)."""
     name = f"policy loss {cfg.policy_loss!r}"
-    with explained(name, batch):
+    with naming_missing_fields(name, batch):
         result = function(logprobs, batch, cfg)
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise TypeError(f"{name} must return (loss per token [B, T], dict of statistics [B, T]); got {type(result)}.")
@@ -97,7 +97,7 @@ def policy_loss(function: Callable, logprobs: Tensor, batch, cfg: TrainConfig) -
 def own_term(function: Callable, logprobs: Tensor, entropy: Tensor, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """What train_grpo.own_term adds to the loss: a scalar, the sum over its tokens, weighted like the loss unless the
     function sets `weights = "sum"`; and its statistics."""
-    with explained("own_term", batch):
+    with naming_missing_fields("own_term", batch):
         extra_term, statistics = function(logprobs, entropy if entropy.requires_grad else None, batch, cfg)
     weights = 1 if getattr(function, "weights", "agg") == "sum" else batch.weights
     total = 0.0 if extra_term is None else (weights * term("own_term", extra_term, batch)).sum()
@@ -106,7 +106,7 @@ def own_term(function: Callable, logprobs: Tensor, entropy: Tensor, batch, cfg: 
 
 def term(name: str, values: Tensor, batch) -> Tensor:
     """A part of the loss [B, T]; ValueError if it has another shape or trains nothing."""
-    values = checked(name, values, batch, "do not average: --loss_agg does")
+    values = per_token(name, values, batch, "do not average: --loss_agg does")
     if torch.is_grad_enabled() and not values.requires_grad and bool(values.any()):
         raise ValueError(f"{name} returned a term without a gradient, which trains nothing: no .detach() on logprobs.")
     return values
@@ -133,7 +133,7 @@ def why_not_finite(batch) -> str:
     return f"{unknown} has nan on some of them." if unknown else "Does something divide by a std or a length of 0?"
 
 
-def checked(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
+def per_token(name: str, matrix: Tensor, batch, remedy: str) -> Tensor:
     """The matrix [B, T] with 0 where nothing was sampled. ValueError for another shape."""
     shape = tuple(batch.loss_mask.shape)
     if not isinstance(matrix, Tensor) or tuple(matrix.shape) != shape:

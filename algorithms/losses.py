@@ -128,7 +128,7 @@ def covariance(batch: Batch) -> Tensor:
     return (batch.advantages - means[0]) * (logprobs - means[1])
 
 
-def drawn(candidates: Tensor, count: int, seed: int) -> Tensor:
+def random_subset(candidates: Tensor, count: int, seed: int) -> Tensor:
     """`count` random ones of the candidates on all ranks; which ones does not depend on how the rows, in this order,
     are dealt to ranks.  [B, T] of bool"""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -147,7 +147,7 @@ def random_of_high_covariance(batch: Batch, cfg: TrainConfig) -> dict[str, Tenso
     clipped = clipped_surrogate(ratio, batch, cfg)[1]["clip_ratio/region_mean"] > 0
     candidates = (batch.loss_mask > 0) & (cov > cfg.clip_cov_min) & (cov < cfg.clip_cov_max) & ~clipped
     count = int(cfg.clip_cov_ratio * utils.all_sum((batch.loss_mask > 0).sum()).item())
-    return {"chosen": drawn(candidates, max(count, 1), cfg.seed)}
+    return {"chosen": random_subset(candidates, max(count, 1), cfg.seed)}
 
 
 @torch.no_grad()

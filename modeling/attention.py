@@ -56,7 +56,7 @@ class PackedRow:
         places = torch.arange(sum(self.sizes)).split(self.sizes)
         keys = [place for n, (_, front) in enumerate(self.segments) for place in (front, n) if place is not None]
         ends = torch.tensor([[0, 0], *((size, size + front) for size, front in self.shapes)]).cumsum(0).int()
-        return tuple(utils.sent(x.contiguous(), self.device) for x in (torch.cat([places[n] for n in keys]), *ends.T))
+        return tuple(utils.upload(x.contiguous(), self.device) for x in (torch.cat([places[n] for n in keys]), *ends.T))
 
 
 @dataclass
@@ -86,7 +86,7 @@ class PackedMask:
             elif not front and torch.equal(seen, torch.ones_like(seen).tril()):
                 made[size, front] = None  # sdpa is causal by itself, in half the time
                 continue
-            made[size, front] = utils.sent(seen[None, None], self.row.device)
+            made[size, front] = utils.upload(seen[None, None], self.row.device)
         return [made[shape] for shape in self.row.shapes]
 
     @cached_property

@@ -74,8 +74,8 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     if batch.teacher_top is not None:
         targets = torch.cat([targets[:, None], batch.teacher_top[rows, places]], 1)  # [N, 1 + k]
     inputs, rows, columns = (packed_row if cfg.shared_prefix else plain_rows)(batch, rows, before)
-    inputs = {name: utils.sent(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    return inputs, *(utils.sent(x, device) for x in (rows, columns, targets))
+    inputs = {name: utils.upload(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    return inputs, *(utils.upload(x, device) for x in (rows, columns, targets))
 
 
 def plain_rows(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor, Tensor]:

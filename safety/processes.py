@@ -48,9 +48,9 @@ class WorkerPool:
     def map(self, requests: list[tuple | None]) -> list[float | dict | None]:
         """A scorer's result for each request, None for None. Safe to call from several threads."""
         calls = [request and self.ask(request, {}, unread) for request in requests]
-        return [call and self.scored(request, call) for request, call in zip(requests, calls, strict=True)]
+        return [call and self.score_of(request, call) for request, call in zip(requests, calls, strict=True)]
 
-    def scored(self, request: tuple, call: Future) -> float | dict | None:
+    def score_of(self, request: tuple, call: Future) -> float | dict | None:
         outcome = call.result()
         if outcome is None or isinstance(outcome[1], EOFError):  # it was late, or the process died
             return {"reward": 0.0, "timeout": 1.0}
@@ -63,9 +63,9 @@ class WorkerPool:
         """A future of (result, None) or (None, error), from the first process that is free; of None if it took too
         long. An EOFError as the error means that the function ended the process. RuntimeError if a process does not
         start."""
-        return self.threads.submit(self.asked, args, kwargs, read)
+        return self.threads.submit(self.run_one, args, kwargs, read)
 
-    def asked(self, args: tuple, kwargs: dict, read: Callable) -> tuple | None:
+    def run_one(self, args: tuple, kwargs: dict, read: Callable) -> tuple | None:
         worker = getattr(self.local, "worker", None)
         if worker is None or worker[0].poll() is not None:  # not started yet, or killed
             self.local.worker = worker = self.start()

@@ -22,13 +22,13 @@ def code_tests(completions, tests, **columns) -> list[dict | None]:
         block = python_of(text)
         programs.append(answer_part(text) if block is None else block)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return list(pool.map(passed, programs, tests))
+        return list(pool.map(run_program, programs, tests))
 
 
 code_tests.executes_code = code_tests.per_trajectory = True
 
 
-def passed(program: str, tests: list[str] | None) -> dict | None:
+def run_program(program: str, tests: list[str] | None) -> dict | None:
     if not tests:
         return None
     if isinstance(tests, str) or not all(isinstance(test, str) for test in tests):

@@ -104,14 +104,14 @@ def equals(candidate: str, is_expression: bool, answer: str) -> float | dict | N
     best = None
     # Signs as LaTeX come second: the one in "5 m\u00b2" belongs to a unit.
     for form, gold in dict.fromkeys([(candidate, answer), (in_latex(candidate), in_latex(answer))]):
-        score = compared(form, is_expression, gold)
+        score = score_form(form, is_expression, gold)
         if score == 1:
             return score
         best = score if score or best is None else best
     return best
 
 
-def compared(candidate: str, is_expression: bool, answer: str) -> float | dict | None:
+def score_form(candidate: str, is_expression: bool, answer: str) -> float | dict | None:
     from math_verify import verify
 
     gold = expression(answer)
@@ -138,17 +138,17 @@ def expression(text: str) -> list:
     text = ESCAPED.sub("", text).strip("* ")
     if "$" in text or "\\boxed" in text:
         return parse(text)
-    return parse(f"${spelled(text)}$") or parse(text)
+    return parse(f"${latex_of(text)}$") or parse(text)
 
 
 def parse(text: str) -> list:
     import math_verify
 
-    text = BOX.sub(lambda box: rf"\boxed{{{spelled(box[1])}}}", text)
+    text = BOX.sub(lambda box: rf"\boxed{{{latex_of(box[1])}}}", text)
     return math_verify.parse(text, parsing_timeout=None)
 
 
-def spelled(text: str) -> str:
+def latex_of(text: str) -> str:
     """An expression as LaTeX: functions become commands, a unit is dropped, words become text."""
     text = FUNCTION.sub(r"\\\1", text)
     if len(text) > LONGEST:

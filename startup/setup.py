@@ -12,7 +12,7 @@ import data
 import rollouts
 from algorithms import optimizers, teachers
 from batch import Batch
-from config import TrainConfig, named
+from config import TrainConfig, naming_domain
 from inputs.processor import load_processor, with_template_kwargs
 from modeling import agreement, router_replay
 from modeling.model import backbone, push_bucket_mb
@@ -34,7 +34,7 @@ def settled(
     cfg = replace(cfg, push_bucket_mb=cfg.push_bucket_mb or push_bucket_mb(hf_model.num_parameters()))
     optimizers.check_optimisation(cfg)
     for domain in cfg.by_domain():
-        with named(domain):
+        with naming_domain(domain):
             rollouts.check_rollout(domain)
     processor = with_template_kwargs(load_processor(cfg.model_id), cfg.chat_template_kwargs)  # or a bare tokenizer
     cfg = rollouts.with_parser(cfg, processor)
@@ -48,7 +48,7 @@ def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple
     """Training rows, held-out rows and reward functions, of all domains if there are any."""
     rows, held_out, reward_functions = [], [], {}
     for domain in cfg.by_domain():
-        with named(domain):
+        with naming_domain(domain):
             training, evaluated = data.load_data(domain, format_row, cfg)
             for found, name in ((training, "training rows"), (evaluated, "held-out rows")):
                 rollouts.look_at(found, f"{domain.prefix}{name}", processor, domain)
