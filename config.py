@@ -122,7 +122,7 @@ class TrainConfig:
     max_turn_length: int | None = None  # most tokens sampled per turn; unset: all that max_completion_length leaves
     max_tool_result: int = 4000  # characters of a tool's result, or an environment's message, shown to the model
     tool_timeout: float = 30.0  # seconds a call, or a method of an environment, may take
-    max_failed: float = 0.1  # the run stops if more of a step's trajectories fail; 0: at any
+    max_failed: float = 0.1  # the run stops if a larger share of a step's trajectories fails; 0: if any does
     allow_uncontained: bool = False  # run a model's code (--tools python, code_tests) where no sandbox contains it
     # if the template drops earlier thinking: append anyway, or fork a new row; unset: fork for agents, else append
     on_rewrite: Literal["append", "fork"] | None = None
@@ -142,14 +142,14 @@ class TrainConfig:
     tokens_per_microbatch: int | None = None  # tokens of a forward pass on a rank; unset: as many as fit
     shared_prefix: bool = True  # compute a prompt once for all its completions: same gradient, faster
     head_dtype: Literal["auto", "float32"] = "auto"  # dtype of the output layer's product; auto: --compute_dtype
-    # sampled tokens whose logits exist at a time; unset: 256, more on GPUs
+    # sampled tokens whose logits are in memory at a time; unset: 256, more on GPUs
     logprob_chunk: int | None = field(default=None, metadata=NO_FLAG)
 
     # --- reward ---
     reward_funcs: list[str] | None = None  # names in REWARDS, or file.py:function; unset: --env's own, or reasoning_gym
     reward_model: str | None = None  # folder, hub id or http address of a classifier, for --reward_funcs reward_model
     judge_url: str | None = None  # OpenAI-compatible server, up to and with /v1, for --reward_funcs judge
-    judge_model: str = ""  # name of the judge's model there
+    judge_model: str = ""  # name of the judge's model on that server
     judge_template: str | None = None  # file with its question; fills in {prompt}, {completion} and every column
     reward_weights: list[float] | None = None  # one weight per reward function; unset: all 1
     reward_timeout: float = 30.0  # seconds a reward function may take for one group
@@ -164,9 +164,9 @@ class TrainConfig:
     # --- teacher: on-policy distillation, docs/distillation.md ---
     teacher_urls: list[str] = field(default_factory=list)  # servers of a teacher that scores what the policy samples
     teacher_id: str | None = None  # hub id or folder of a frozen teacher in this process, sharded like the policy
-    teacher_prompt: str | None = None  # its prompt: a column, file.py:function; alone: the policy teaches itself
+    teacher_prompt: str | None = None  # teacher's prompt: a column, file.py:function; alone: the policy teaches itself
     distill_coef: float = 1.0  # weight of the teacher's term, beside the rewards; 0: it is only logged
-    distill_baseline: Literal["none", "place"] = "none"  # place: minus the mean of tokens at the same place
+    distill_baseline: Literal["none", "place"] = "none"  # place: subtract the mean of other tokens at the same place
     distill_topk: int = 0  # add a loss term over the teacher's k likeliest tokens; 0: none
     distill_jsd: float = 0.0  # kind of that term: 0 forward KL, 1 reverse KL, between them GKD's generalised JSD
 
@@ -176,14 +176,14 @@ class TrainConfig:
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose std divides the scores
     gamma: float = 1.0  # discount per sampled token (turn, gigpo: per turn)
     lam: float = field(default=1.0, metadata=NO_FLAG)  # for train_ppo.py, where it is a flag
-    critic_warmup: int = field(default=0, metadata=NO_FLAG)  # the same
+    critic_warmup: int = field(default=0, metadata=NO_FLAG)  # likewise
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
     loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"] = "seq_mean"  # weights of tokens
     epsilon: float = 0.2  # lower clip: a token with A < 0 has no gradient once its ratio is below 1 - epsilon
     epsilon_high: float = 0.2  # upper clip: a token with A > 0 has none above 1 + epsilon_high (DAPO: 0.28)
     dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
     sapo_tau_pos: float = field(default=1.0, metadata=NO_FLAG)  # sapo: steepness of the gate where A > 0
-    sapo_tau_neg: float = field(default=1.05, metadata=NO_FLAG)  # sapo: and elsewhere
+    sapo_tau_neg: float = field(default=1.05, metadata=NO_FLAG)  # sapo: steepness where A <= 0
     clip_cov_ratio: float = field(default=0.0002, metadata=NO_FLAG)  # clip_cov: share of tokens without gradient
     clip_cov_min: float = field(default=1.0, metadata=NO_FLAG)  # clip_cov: among those with a covariance above this ...
     clip_cov_max: float = field(default=5.0, metadata=NO_FLAG)  # ... and below this
@@ -208,8 +208,8 @@ class TrainConfig:
     old_logprobs: Literal["recompute", "sampler", "interpolate", "current"] = "recompute"
     correction: Literal["none", "token", "sequence"] = "token"  # importance weights trainer / generator on the loss
     correction_mode: Literal["truncate", "mask"] = "truncate"  # weights outside the bounds: clamp, or leave out
-    correction_min: float = 0.0  # lower bound
-    correction_max: float = 2.0  # upper bound
+    correction_min: float = 0.0  # lower bound of these weights
+    correction_max: float = 2.0  # upper bound of these weights
     reject_by: str = "seq_mean_k1"  # token_, seq_mean_, seq_sum_ or seq_max_ k1, k2 or k3 of log trainer / generator
     # no policy loss where that value (for k1 its exponential, a ratio) is outside
     reject_bounds: list[float] = field(default_factory=lambda: [0.0, math.inf])

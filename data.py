@@ -10,7 +10,7 @@ and `images` are the other standard names. Every column is kept and passed to th
     load_rows("recipes/gsm8k.py:rows?source=my.jsonl")            ... and source="my.jsonl"
     load_rows("seeds:2000")                                       one seed per row: the environment makes the prompt
 
-Mistakes raise ConfigError, which says what was given, what is allowed and what to do.
+Mistakes raise ConfigError with what was given, what is allowed and what to do.
 """
 
 import csv
@@ -44,8 +44,8 @@ REMEDY = "Build or rename columns in format_row (train script) or in your own fu
 
 
 class Rows(Sequence):
-    """Rows that stay on disk, in `table`, a `datasets.Dataset`. `make` turns a row into a dict each time it is taken, a
-    new one every time. name: what messages call the rows."""
+    """Rows that stay on disk, in `table`, a `datasets.Dataset`. Each time a row is taken, `make` turns it into a new
+    dict. name: what messages call the rows."""
 
     def __init__(self, table, make: Callable[[dict], dict], name: str):
         self.table, self.make, self.name = table, make, name
