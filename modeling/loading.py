@@ -1,4 +1,4 @@
-"""How a model of transformers is loaded: whole, as plain weights or in 4 bits; and how it gets adapters."""
+"""Loads a model of transformers, as plain weights or in 4 bits, and adds adapters."""
 
 import copy
 import logging
@@ -16,55 +16,55 @@ from inputs.processor import load_config, loading, takes_images
 from modeling.model import experts_of, lora_layers
 from safety.results import say_once
 
-# PEFT imports bitsandbytes where it is installed, which then warns of an optional kernel for CPUs.
+# PEFT imports bitsandbytes if it is installed, and bitsandbytes warns that it lacks an optional kernel for CPUs.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def load_hf_model(cfg: TrainConfig, dtype: torch.dtype, config=None, body=False) -> nn.Module:
     """The transformers model of --model_id, dropout off.
 
-    Within `torch.device("meta")` no weights are read: the same modules without values. config: transformers', if known.
-    body: its output layer is not read, and may be missing in its files.
+    Within `torch.device("meta")` no weights are read: the same modules without values. config: transformers' config, if
+    it has been read already. body: the output layer is not used, and may be missing in the model's files.
     """
-    own = config or load_config(cfg.model_id)
-    given, config = taken_out(own), without_noise(own)
-    auto = transformers.AutoModelForImageTextToText if takes_images(own) else transformers.AutoModelForCausalLM
+    original = config or load_config(cfg.model_id)
+    published, config = taken_out(original), without_noise(original)
+    auto = transformers.AutoModelForImageTextToText if takes_images(original) else transformers.AutoModelForCausalLM
     # "auto" is transformers' own choice: sdpa for each part that has it, else eager.
     attention = None if cfg.attn_implementation == "auto" else cfg.attn_implementation
-    how = dict(dtype=dtype, attn_implementation=attention)
+    kwargs = dict(dtype=dtype, attn_implementation=attention)
     with loading(cfg.model_id):
         if torch.get_default_device().type == "meta":
-            model = auto.from_config(config, **how)
+            model = auto.from_config(config, **kwargs)
             mark_4_bits(model, cfg)
         else:
-            if given:
-                config.quantization_config = given
-            how |= quantisation(given, cfg)
-            model, found = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **how)
-            check_missing(model, found, cfg.model_id, body)
+            if published:
+                config.quantization_config = published
+            kwargs |= quantisation(published, cfg)
+            model, loading_info = auto.from_pretrained(cfg.model_id, config=config, output_loading_info=True, **kwargs)
+            check_missing(model, loading_info, cfg.model_id, body)
             set_up_4_bits(model, cfg)
-            if given and not cfg.load_in:
-                model._weight_conversions = None  # else checkpoints would have the pieces in which it was published
+            if published and not cfg.load_in:
+                model._weight_conversions = None  # else checkpoints would be cut into the pieces of the published files
     use_eager_where_capped(model)
-    model.own_config = own  # which checkpoints say
-    if takes_images(own) and cfg.freeze_vision:
+    model.own_config = original  # which checkpoints contain
+    if takes_images(original) and cfg.freeze_vision:
         model.get_encoder(modality="image").requires_grad_(False)
-    for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # not every one is in the config
+    for module in (m for m in model.modules() if isinstance(m, nn.Dropout)):  # the config does not name all of them
         module.p = 0.0
     return model
 
 
 def use_eager_where_capped(hf_model: nn.Module) -> None:
-    """Gemma 2 caps the scores of its attention, which transformers' sdpa takes and does not compute."""
+    """Gemma 2 caps its attention scores. transformers' sdpa accepts the cap and does not apply it."""
     config = hf_model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         hf_model.set_attn_implementation("eager")
 
 
 def without_noise(config):
-    """A copy of a config with every rate of dropout, and of a router's jitter, 0, in its parts, too: ratios between two
-    passes must be those of the weights. Modules read the rates when they are built; many then call a function, not a
-    module that could be found."""
+    """A copy of a config, and of its parts, with every rate of dropout and of a router's jitter set to 0: the ratio
+    between two passes must come from the weights alone. It is done in the config since many models call dropout as a
+    function, where no module could be switched off."""
 
     def clear(part) -> None:
         for name, value in vars(part).items():
@@ -78,44 +78,44 @@ def without_noise(config):
 
 
 def taken_out(config) -> dict | None:
-    """What a config says of weights that were published quantised, which it says no longer: a model that is trained has
-    plain ones, and so do its checkpoints."""
-    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config())]
-    return next(filter(None, found), None)
+    """Remove from a config, and return, its settings of weights that were published quantised: the model that is
+    trained has plain weights, and so do its checkpoints."""
+    settings = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config())]
+    return next(filter(None, settings), None)
 
 
-def quantisation(given: dict | None, cfg: TrainConfig) -> dict:
-    """Arguments for `from_pretrained`. With --load_in 4bit (QLoRA, 2305.14314) bitsandbytes packs each weight as it is
-    read, on this rank's device; the output layer, embeddings, norms and experts stay in --dtype.
+def quantisation(published: dict | None, cfg: TrainConfig) -> dict:
+    """Arguments for `from_pretrained`. With --load_in 4bit (QLoRA, 2305.14314) bitsandbytes packs each weight when it
+    is read, on this rank's device; the output layer, embeddings, norms and experts stay in --dtype.
 
-    given: by `taken_out`, of a model that is published quantised: FP8 and MXFP4 become plain weights, 4 bits of
-    bitsandbytes stay as they are with --load_in 4bit. ConfigError for others.
+    published: from `taken_out`, of a model that is published quantised. FP8 and MXFP4 become plain weights; 4 bits of
+    bitsandbytes stay, with --load_in 4bit. ConfigError for other kinds.
     """
-    if cfg.load_in and not given:
-        how = dict(bnb_4bit_compute_dtype=getattr(torch, cfg.compute_dtype), bnb_4bit_quant_type="nf4")
-        how |= dict(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-        return {"quantization_config": transformers.BitsAndBytesConfig(**how)}
-    if not given or (cfg.load_in and given.get("load_in_4bit")):
+    if cfg.load_in and not published:
+        kwargs = dict(bnb_4bit_compute_dtype=getattr(torch, cfg.compute_dtype), bnb_4bit_quant_type="nf4")
+        kwargs |= dict(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        return {"quantization_config": transformers.BitsAndBytesConfig(**kwargs)}
+    if not published or (cfg.load_in and published.get("load_in_4bit")):
         return {}
-    method = given.get("quant_method", "bitsandbytes")
+    method = published.get("quant_method", "bitsandbytes")
     if cfg.load_in or method not in ("fp8", "mxfp4"):
-        adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(given.get("load_in_4bit"))
+        adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(published.get("load_in_4bit"))
         raise ConfigError(
-            f"--model_id={cfg.model_id} is quantised ({method}), from which no weights are made here that could be "
-            f"trained. Give the model that it was made from{adapters}."
+            f"--model_id={cfg.model_id} is quantised ({method}), and cannot be turned into weights to train here. Give "
+            f"the model that it was made from{adapters}."
         )
     say_once(f"{cfg.model_id} is published quantised ({method}): it is trained, and saved, as plain weights.")
     return {"quantization_config": AUTO_QUANTIZATION_CONFIG_MAPPING[method](dequantize=True)}
 
 
-def check_missing(model, found: dict, model_id: str, body=False) -> None:
-    """ConfigError naming weights that the files lack, by what `from_pretrained` has found: they would be random, and
-    others on each rank. body: the output layer, which a critic does not read, may be missing."""
+def check_missing(model, loading_info: dict, model_id: str, body=False) -> None:
+    """ConfigError if the files lack weights, which would then be random, and different on each rank. loading_info: what
+    `from_pretrained` reports. body: the output layer may be missing, as a critic does not use it."""
     head = {n for n, part in model.named_modules() if body and part is model.get_output_embeddings()}
-    if missing := [name for name in sorted(found["missing_keys"]) if name.rpartition(".")[0] not in head]:
+    if missing := [name for name in sorted(loading_info["missing_keys"]) if name.rpartition(".")[0] not in head]:
         raise ConfigError(
             f"The model {model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they "
-            "would be random. Give a whole model of this kind, or copy the folder again."
+            "would be random. Give a complete model of this kind, or copy the folder again."
         )
 
 
@@ -123,7 +123,7 @@ def check_missing(model, found: dict, model_id: str, body=False) -> None:
 
 
 def mark_4_bits(empty: nn.Module, cfg: TrainConfig) -> None:
-    """Of a model without values, for plan.py: note at its weights which of them will be in 4 bits."""
+    """For plan.py: mark, in a model without values, the weights that will be in 4 bits."""
     for layer in empty.modules() if cfg.load_in else ():
         if isinstance(layer, (nn.Linear, Conv1D)) and layer is not empty.get_output_embeddings():
             layer.weight.in_4_bits = True
@@ -132,14 +132,15 @@ def mark_4_bits(empty: nn.Module, cfg: TrainConfig) -> None:
 def set_up_4_bits(model: nn.Module, cfg: TrainConfig) -> None:
     for layer in model.modules():
         if hasattr(getattr(layer, "weight", None), "quant_state"):
-            # In eval mode bitsandbytes would lay the weights out anew for a kernel of some CPUs, which has no gradient
-            # and computes in bfloat16 whatever the compute dtype.
+            # In eval mode bitsandbytes would rearrange the weights for a kernel of some CPUs, which has no gradient and
+            # computes in bfloat16 whatever the compute dtype.
             layer.support_avx512bf16_for_cpu = False
-            layer.compute_dtype = getattr(torch, cfg.compute_dtype)  # of a model that was published so, too
+            layer.compute_dtype = getattr(torch, cfg.compute_dtype)  # a model published in 4 bits brings another
 
 
 def share_adapters(policy: nn.Module) -> None:
-    """Rank 0's to all, but for what is in shards by now. Every rank has read the base in 4 bits itself. Collective."""
+    """Send rank 0's adapters to all ranks, except those that are in shards already. Each rank has read the base in 4
+    bits itself. Collective."""
     for parameter in policy.parameters() if dist.is_initialized() else ():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             dist.broadcast(parameter.data, 0)
@@ -154,13 +155,13 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
     from peft.utils import transformers_weight_conversion as conversion
 
     if experts_of(model.config)[0]:
-        say_once("LoRA on a mixture of experts: linear layers get adapters, experts stay as they are.")
-        # PEFT would take a shared expert's gate_proj for the experts' parameters: once experts were linear layers. An
-        # adapter of experts can be neither folded nor served.
+        say_once("LoRA on a mixture of experts: linear layers get adapters, experts get none.")
+        # PEFT still expects experts to be linear layers, and would take a shared expert's gate_proj for the parameters
+        # of the experts. An adapter of experts can be neither folded nor served.
         conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    how = dict(target_modules=lora_layers(model, cfg), task_type="CAUSAL_LM")
+    kwargs = dict(target_modules=lora_layers(model, cfg), task_type="CAUSAL_LM")
     try:  # adapters in float32, whatever --dtype the frozen weights have
-        adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **how))
+        adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **kwargs))
     except ValueError as error:  # layers that PEFT refuses, such as out_proj of Mamba
         raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}") from error
     for layer in adapted.modules():
@@ -175,11 +176,12 @@ def autocasts(cfg: TrainConfig) -> bool:
 
 
 def to_train(model: nn.Module, cfg: TrainConfig) -> nn.Module:
-    """Adds adapters and gradient checkpointing. In train mode, which checkpointing needs; dropout is 0."""
-    whole, model = model, add_lora(model, cfg) if cfg.use_peft else model
-    if cfg.head_dtype == "float32" and type(whole.get_output_embeddings()) is not nn.Linear:
+    """Add adapters and gradient checkpointing. Returns the model in train mode, which checkpointing needs; dropout is
+    0."""
+    base, model = model, add_lora(model, cfg) if cfg.use_peft else model
+    if cfg.head_dtype == "float32" and type(base.get_output_embeddings()) is not nn.Linear:
         raise ConfigError("--head_dtype float32 needs a plain linear output layer; leave it out of --lora_targets.")
     if cfg.gradient_checkpointing or cfg.offload_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()  # else nothing reaches adapters below frozen embeddings
+        model.enable_input_require_grads()  # else no gradient reaches adapters behind frozen embeddings
     return model.train()

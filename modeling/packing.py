@@ -1,6 +1,6 @@
-"""How a Batch is cut into forward passes: rows of a group packed behind their shared prompt, passes by a token budget.
+"""Cuts a Batch into forward passes: rows of a group packed behind their shared prompt, passes by a token budget.
 
-Nothing here changes the gradient; tests/test_gradient.py says so. Its callers know `pack` and `micro_batches`.
+Nothing here changes the gradient (tests/test_gradient.py). Callers use `pack` and `micro_batches`.
 """
 
 from collections.abc import Iterator
@@ -16,31 +16,31 @@ from inputs.vision import TYPES, join_inputs, per_token
 
 
 def on_host(batch: Batch) -> Batch:
-    """The batch with what packing looks at on the CPU: else the GPU would be waited for at every prompt."""
-    looked_at = ("input_ids", "attention_mask", "loss_mask", "groups", "teacher_top")
-    given = {name: getattr(batch, name) for name in looked_at}
-    return replace(batch, **{name: values.cpu() for name, values in given.items() if values is not None})
+    """The batch with the tensors that packing reads on the CPU, since each look at a GPU tensor waits for the GPU."""
+    names = ("input_ids", "attention_mask", "loss_mask", "groups", "teacher_top")
+    tensors = {name: getattr(batch, name) for name in names}
+    return replace(batch, **{name: values.cpu() for name, values in tensors.items() if values is not None})
 
 
 def runs(groups: Tensor) -> list[list[int]]:
-    """Adjacent rows of one group together: [5, 5, 7] -> [[0, 1], [2]]"""
+    """Row numbers, adjacent rows of one group together: [5, 5, 7] -> [[0, 1], [2]]"""
     _, counts = groups.unique_consecutive(return_counts=True)
     return [list(range(end - n, end)) for end, n in zip(counts.cumsum(0).tolist(), counts.tolist(), strict=True)]
 
 
 def sharing(batch: Batch) -> list[list[int]]:
-    """`runs` of rows that can share a prompt: those of a group whose images are the prompt's alone. A row with images
-    of its own, from a tool or an environment, stands by itself."""
+    """`runs`, but only of rows that can share a prompt. If rows of a group have images of their own, from a tool or an
+    environment, each row of it stands by itself."""
     split = []
     for members in runs(batch.groups):
-        of_members = [batch.model_inputs[row] for row in members] if batch.model_inputs else [{}]
-        tensors = [{name: id(x) for name, x in inputs.items()} for inputs in of_members]
-        split += [members] if all(one == tensors[0] for one in tensors) else [[row] for row in members]
+        member_inputs = [batch.model_inputs[row] for row in members] if batch.model_inputs else [{}]
+        tensor_ids = [{name: id(x) for name, x in inputs.items()} for inputs in member_inputs]
+        split += [members] if all(ids == tensor_ids[0] for ids in tensor_ids) else [[row] for row in members]
     return split
 
 
 def shared_prefix(batch: Batch, members: list[int]) -> int:
-    """How many leading tokens these rows share before any of them was sampled."""
+    """How many leading tokens these rows have in common, before the first sampled one."""
     sampled = batch.loss_mask[members]
     before = torch.where(sampled.any(1), sampled.argmax(1), batch.attention_mask[members].sum(1)).min().int()
     same = (batch.input_ids[members] == batch.input_ids[members[0]]).all(0)[:before]
@@ -48,8 +48,8 @@ def shared_prefix(batch: Batch, members: list[int]) -> int:
 
 
 def positions_of(batch: Batch) -> Tensor:
-    """Position of every token: counted, or, where images give prompts positions on several axes, those and counted on
-    from the largest.  [axes, B, T], 1 or 3 axes"""
+    """Position of every token, by counting. Where images give prompts positions on several axes, these are kept and
+    counting goes on from the largest.  [axes, B, T], 1 or 3 axes"""
     if not any("position_ids" in inputs for inputs in batch.model_inputs):
         return (batch.attention_mask.long().cumsum(1) - 1).clamp(min=0)[None]
     length = batch.input_ids.shape[1]
@@ -57,16 +57,16 @@ def positions_of(batch: Batch) -> Tensor:
 
 
 def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
-    """A forward pass's inputs and, for each sampled token in row-major order, the place that predicts it.
+    """The inputs of a forward pass and, for each sampled token in row-major order, the place that predicts it.
 
     Groups stand one behind the other in one packed row, without padding: [prompt | completion 1 | ... | completion G].
     Positions restart after the prompt, and a completion sees the prompt and itself (attention.py):
 
         p p a a b q c   positions 0 1 2 3 2 0 1   segments (2, None) (2, 0) (1, 0) (1, None) (1, 3)
 
-    Images of the prompt come once a group.  Returns inputs [R, L], rows [N], columns [N], targets [N], or [N, 1 + k]
-    with batch.teacher_top; R is 1, or B where prompts are not shared. Packed rows have "segments" among the inputs,
-    which is for attention.py.
+    Images of a prompt come once per group. Returns inputs [R, L], rows [N], columns [N], and targets [N], or [N, 1 + k]
+    with batch.teacher_top; R is 1, or B where prompts are not shared. The inputs of a packed row include "segments",
+    for attention.py.
     """
     device, batch = batch.input_ids.device, on_host(batch)
     rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
@@ -122,12 +122,12 @@ def packed_row(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor
 
 
 def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = None) -> list[list[int]]:
-    """Row numbers of each forward pass, at most --tokens_per_microbatch tokens with padding unless one row alone has
-    more; as many on every rank.
+    """Row numbers of each forward pass. A pass has at most --tokens_per_microbatch tokens, padding included, unless one
+    row alone has more. All ranks have equally many passes, the first ones empty where a rank needs fewer: FSDP's
+    collectives would hang otherwise.
 
-    Groups stay together while they fit, since they share their prompt. Plain rows of a pass are alike in length. Rows
-    that are `learning` (unset: all) come last, in passes of their own. A rank with fewer passes gets empty ones first:
-    FSDP's collectives would wait for each other.
+    A group stays together if it fits, since its rows share their prompt. Plain rows of a pass are of similar length.
+    Rows that are `learning` (unset: all) come last, in passes of their own.
     """
     batch = on_host(batch)
     lengths, learning = batch.attention_mask.sum(1).long().tolist(), learning or [True] * len(batch)
@@ -140,7 +140,7 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
 
 
 def divided(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Iterator[tuple[int, list[int]]]:
-    """(tokens, rows) of the parts of a group that fit a pass, the prompt in each."""
+    """(tokens, rows) of the parts into which a group is cut so that each fits a pass, prompt included."""
     size, part = 0, []
     for row in rows:
         extra = lengths[row] - prefix
@@ -153,24 +153,24 @@ def divided(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Ite
 
 
 def fitted(units: list[tuple[int, list[int]]], learning: list[bool], limit: int, packed: bool) -> list[list[int]]:
-    """Rows of each pass, those that learn first: the largest unit first, and each into the first pass with room for
-    it."""
+    """Rows of each pass, those that learn first. First fit: from the largest unit on, each goes into the first pass
+    with room for it."""
     passes: list[list[tuple]] = []  # of (whether it learns, tokens, rows)
     for unit in sorted([(any(learning[row] for row in rows), size, rows) for size, rows in units], reverse=True):
-        for held in passes:
-            learns, longest, _ = held[0]
-            tokens = sum(size for _, size, _ in [*held, unit]) if packed else longest * (len(held) + 1)
+        for packed_units in passes:
+            learns, longest, _ = packed_units[0]
+            tokens = sum(size for _, size, _ in [*packed_units, unit]) if packed else longest * (len(packed_units) + 1)
             if learns == unit[0] and tokens <= limit:
-                held.append(unit)
+                packed_units.append(unit)
                 break
         else:
             passes.append([unit])
-    return [[row for *_, rows in held for row in rows] for held in passes]
+    return [[row for *_, rows in packed_units for row in rows] for packed_units in passes]
 
 
 def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
-    """The step's rows in num_minibatches parts of whole groups, as many on every rank: where groups failed, a part may
-    be a row that counts for nothing."""
+    """The step's rows in num_minibatches parts of whole groups, equally many on every rank. Where groups failed, a part
+    may be a row that counts for nothing."""
     members, number = runs(batch.groups), cfg.num_minibatches
     bounds = [k * len(members) // number for k in range(number + 1)]
     parts = [sum(members[start:end], []) for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -181,23 +181,23 @@ def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
 
 
 def balanced(groups: list[list]) -> tuple[list[list], dict]:
-    """This rank's groups of trajectories after an exchange that evens out tokens over ranks, which would wait for the
-    one that has most; and that one's tokens over the mean, before and after. Collective.
+    """Exchange groups of trajectories so that ranks have about as many tokens each: all wait for the one with most.
+    Returns this rank's groups, and metrics: tokens of that rank over the mean, before and after. Collective.
 
-    Whole groups move, the largest first: each stays where it is while its rank has no more than the mean, else it goes
-    to the emptiest rank. A gradient does not depend on where a group is computed.
+    Groups are placed from the largest on: each stays on its rank as long as that has no more than the mean, else it
+    goes to the emptiest rank. The gradient does not depend on where a group is computed.
     """
     if utils.world_size() == 1:
         return groups, {}
     sizes = utils.gather_objects([sum(len(t.prompt_ids) + len(t.token_ids) for t in group) for group in groups])
     mean, loads, rank = sum(map(sum, sizes)) / len(sizes) or 1, [0] * len(sizes), torch.distributed.get_rank()
     owners: dict[tuple[int, int], int] = {}  # (rank, place) of each group: the rank that gets it
-    known = ((n, home, place) for home, own in enumerate(sizes) for place, n in enumerate(own))
-    for tokens, home, place in sorted(known, reverse=True):
+    sized_groups = ((n, home, place) for home, counts in enumerate(sizes) for place, n in enumerate(counts))
+    for tokens, home, place in sorted(sized_groups, reverse=True):
         stays = loads[home] + tokens <= mean or loads[home] == min(loads)
         owners[home, place] = to = home if stays else loads.index(min(loads))
         loads[to] += tokens
     sent = utils.gather_objects({place: groups[place] for (home, place), to in owners.items() if home == rank != to})
-    ours = sorted(group for group, to in owners.items() if to == rank)
-    mine = [(groups if home == rank else sent[home])[place] for home, place in ours]
-    return mine, {"ranks/tokens_before": max(map(sum, sizes)) / mean, "ranks/tokens_after": max(loads) / mean}
+    my_groups = sorted(group for group, to in owners.items() if to == rank)
+    groups_here = [(groups if home == rank else sent[home])[place] for home, place in my_groups]
+    return groups_here, {"ranks/tokens_before": max(map(sum, sizes)) / mean, "ranks/tokens_after": max(loads) / mean}

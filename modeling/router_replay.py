@@ -1,11 +1,11 @@
-"""Which experts a token goes to: noted while sampling, replayed while training (R3, 2510.11370).
+"""Router replay: record the experts that each token goes to in sampling, and use them in training (R3, 2510.11370).
 
-Generator and trainer round differently, and where two experts score nearly alike they choose differently: for about a
-tenth of the tokens, and then the log-probs are those of another network. With replay the trainer's layers take the
-experts that the generator took, and weigh them by their own scores, with the gradient that they have.
+Generator and trainer round differently, so where two experts have nearly equal scores they choose differently. This
+happens for about a tenth of the tokens, whose log-probs are then those of another network. With replay the trainer's
+layers take the generator's experts, and weigh them by their own scores, through which the gradient flows.
 
-Routers score experts in many ways (softmax, sigmoid, a bias, groups) and choose in one: `topk` over all experts. So
-`topk` is what is told the choice. It answers with the given experts, and their scores from the layer's own.
+Routers score experts in many ways (softmax, sigmoid, a bias, groups), but all choose by `topk` over all experts. So it
+is `topk` that is replaced: it returns the recorded experts, with the scores that the layer gives them.
 
 `balance_loss` is transformers' own loss that keeps experts evenly used (--router_aux_coef).
 """
@@ -26,8 +26,8 @@ from safety.results import warn_once
 
 
 class Routing(TorchFunctionMode):
-    """Stands in all layers of one model. `choice`, [tokens, layers, k], is what the next forward passes replay, with
-    their recomputation; -1 leaves it to the layer, and None all of it. Tokens are numbered as they stand in
+    """Replays routing in all layers of one model. `choice`, [tokens, layers, k], holds the experts for the next forward
+    passes and their recomputation; -1 leaves a choice to the layer, None all choices. Tokens are in row-major order of
     [rows, columns]."""
 
     def __init__(self, model: nn.Module):
@@ -37,8 +37,8 @@ class Routing(TorchFunctionMode):
         self.choice: Tensor | None = None
         self.noted: dict[int, Tensor] | None = None  # layer -> [tokens, k], while `noting`
         self.layer = self.passes = 0
-        # By pass and layer, since checkpointing computes layers twice: how many choices were replayed, and how many of
-        # them the layer had not made. [2] each
+        # (choices replayed, those among them that differ from the layer's) by pass and layer, since checkpointing
+        # computes layers twice. [2] each
         self.moved: dict[tuple[int, int], Tensor] = {}
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._within, number, layer.forward)
@@ -54,25 +54,25 @@ class Routing(TorchFunctionMode):
         out = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
             return out
-        scores, own = args[0], out.indices  # [..., E], [..., k]
-        if scores.shape[-1] != self.experts or own.shape[-1] != self.chosen:
-            return out  # of groups of experts, or of something else
+        scores, indices = args[0], out.indices  # [..., E], [..., k]
+        if scores.shape[-1] != self.experts or indices.shape[-1] != self.chosen:
+            return out  # topk of groups of experts, or of something else
         if self.noted is not None:
-            chosen = own.detach().flatten(0, -2)  # -1 where a layer has two routers, as it is told one choice
-            self.noted[self.layer] = torch.full_like(chosen, -1) if self.layer in self.noted else chosen
+            choice = indices.detach().flatten(0, -2)  # -1 for a layer with two routers: it can replay only one
+            self.noted[self.layer] = torch.full_like(choice, -1) if self.layer in self.noted else choice
         if self.choice is None:
             return out
-        given = self.choice[:, self.layer].to(own.device, own.dtype).view(own.shape)
-        replayed = given >= 0
+        recorded = self.choice[:, self.layer].to(indices.device, indices.dtype).view(indices.shape)
+        is_replayed = recorded >= 0
         with torch.no_grad():
-            other = (given.sort(-1).values != own.sort(-1).values).any(-1) & replayed[..., 0]
-            self.moved[self.passes, self.layer] = torch.stack([replayed[..., 0].sum(), other.sum()])
-        chosen = torch.where(replayed, given, own)
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+            differs = (recorded.sort(-1).values != indices.sort(-1).values).any(-1) & is_replayed[..., 0]
+            self.moved[self.passes, self.layer] = torch.stack([is_replayed[..., 0].sum(), differs.sum()])
+        choice = torch.where(is_replayed, recorded, indices)
+        return torch.return_types.topk((scores.gather(-1, choice), choice))
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[dict[int, Tensor]]:
-        """What the layers choose in this forward pass."""
+        """Record what the layers choose in this forward pass."""
         self.noted = {}
         try:
             yield self.noted
@@ -84,27 +84,27 @@ class Routing(TorchFunctionMode):
         if not noted:
             warn_once("No layer of this mixture of experts chooses by topk, so its experts cannot be replayed.")
             return None
-        some = next(iter(noted.values()))
-        none = torch.full_like(some, -1)
-        return torch.stack([noted.get(n, none) for n in range(len(self.layers))], 1).short()
+        first_choice = next(iter(noted.values()))
+        no_choice = torch.full_like(first_choice, -1)
+        return torch.stack([noted.get(n, no_choice) for n in range(len(self.layers))], 1).short()
 
     def differing(self) -> Tensor:
-        """[2]: how many choices were replayed since the last call, and in how many the layer would have taken other
-        experts."""
+        """[2]: choices replayed since the last call, and those among them for which the layer itself would have taken
+        other experts."""
         moved, self.moved = [*self.moved.values()], {}
         return torch.stack(moved).sum(0).double() if moved else torch.zeros(2, dtype=torch.float64)
 
 
 def of(model: nn.Module, cfg: TrainConfig) -> tuple[Routing | None, Callable | None]:
-    """What replays in a transformers model, None for a dense one and where it is not asked for; and its `balance_loss`,
-    with --router_aux_coef."""
+    """The Routing of a transformers model, None if it is dense or --router_replay is off; and its `balance_loss`, None
+    without --router_aux_coef."""
     routing = Routing(model) if cfg.router_replay != "off" and experts_of(model.config)[0] else None
     return routing, balance_loss(model) if cfg.router_aux_coef else None
 
 
 def replay(routing: Routing | None, inputs: dict) -> dict:
-    """A pass's inputs as a model takes them; the experts among them, [R, L, layers, k], are for its layers, in this
-    pass and in its recomputation."""
+    """The inputs of a pass without "routed_experts", [R, L, layers, k], which goes to the model's layers instead, for
+    this pass and its recomputation."""
     if routing is not None:
         choice = inputs.get("routed_experts")
         routing.choice = None if choice is None else choice.flatten(0, 1)
@@ -113,8 +113,8 @@ def replay(routing: Routing | None, inputs: dict) -> dict:
 
 
 def balance_loss(model: nn.Module) -> Callable[[tuple, Tensor], Tensor]:
-    """(router logits of each layer, attention mask [R, L]) -> the load-balancing loss, as transformers has it for this
-    family (2101.03961, eq. 4 - 6). ConfigError where it has none: --router_aux_coef has nothing to balance."""
+    """transformers' load-balancing loss of this family (2101.03961, eq. 4 - 6): (router logits of each layer, attention
+    mask [R, L]) -> loss. ConfigError if the family has none."""
     experts, chosen = experts_of(model.config)
     of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if not experts or of_family is None:
@@ -125,23 +125,24 @@ def balance_loss(model: nn.Module) -> Callable[[tuple, Tensor], Tensor]:
 
 
 def ask(generator, model: nn.Module, cfg: TrainConfig) -> None:
-    """Have the generator tell the experts of its tokens, if it can. ConfigError if it cannot and is to."""
+    """Have the generator report the experts of its tokens, if it can. ConfigError if it cannot and --router_replay is
+    on."""
     experts, _ = experts_of(model.config)
     able = experts and generator.can_tell_experts()
     generator.tells_experts = bool(able) and cfg.router_replay != "off"
     if cfg.router_replay == "on" and not able:
-        why = "the server does not tell its experts, why it says at start" if experts else "the model has no experts"
+        why = "the server does not tell its experts; its log says why" if experts else "the model has no experts"
         raise ConfigError(f"--router_replay on: {why}.")
     if cfg.router_replay == "auto" and experts and not able:
         warn_once(
-            "This mixture of experts trains without router replay: trainer and server will choose other experts for "
-            "some tokens. The server says at its start why it does not tell its own."
+            "This mixture of experts trains without router replay: trainer and server will choose different experts "
+            "for some tokens. The beginning of the server's log says why it reports none."
         )
 
 
 def metrics(routing: Routing | None, batch) -> dict:
-    """Of a step's passes, over all ranks, which all call it: the share of replayed choices (a token in a layer) that
-    the trainer would have made otherwise."""
+    """Over a step's passes: the share of replayed choices (one token in one layer) that the trainer would have made
+    differently. Collective."""
     if routing is None or utils.all_max(int(batch.routed_experts is not None)) == 0:
         return {}
     replayed, moved = utils.all_sum(routing.differing().to(batch.input_ids.device)).tolist()

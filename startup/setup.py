@@ -65,7 +65,7 @@ def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Call
     """Compares the policy with its plain transformers model on a text, gives the generator the weights, and compares
     what it samples with the policy. Returns the settings, with plain rows where packed ones differ.
     Collective. run, all_logprobs, push_weights: train_grpo.py's."""
-    text = agreement.asked(run.generator, unwrapped(run.policy).hf_model, cfg, itertools.chain(run.rows, run.held_out))
+    text = agreement.trials(run.generator, unwrapped(run.policy).hf_model, cfg, itertools.chain(run.rows, run.held_out))
 
     def logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
         return all_logprobs(policy, batch, cfg)[0]

@@ -55,7 +55,7 @@ def tiny(request, tmp_path_factory):
     inner = script.unwrapped(policy)
     generator = script.make_generator(cfg, inner.hf_model, load_processor(str(folder)), torch.device("cpu"))
     rows = picture_rows()
-    cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, rows))
+    cfg = settled(cfg, policy, inner, agreement.trials(generator, inner.hf_model, cfg, rows))
     assert cfg.shared_prefix == (request.param not in PLAIN)
     return SimpleNamespace(
         family=request.param,
@@ -275,7 +275,7 @@ def test_images_of_rows_and_of_an_environment(family, tmp_path):
     own = [picture(1), picture(2)]
     parts = [{"type": "image", "image": own[0]}, {"type": "text", "text": "then"}, {"type": "image"}]
     rows = [{"prompt": "Look.", "images": own}, {"prompt": [{"role": "user", "content": parts}], "image": own[1]}]
-    cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, rows))
+    cfg = settled(cfg, policy, inner, agreement.trials(generator, inner.hf_model, cfg, rows))
     environments = [Pictures() for _ in range(6)]
 
     async def run():
@@ -326,7 +326,7 @@ def test_images_of_an_agent(family, tmp_path):
     inner = script.unwrapped(policy)
     generator = script.make_generator(cfg, inner.hf_model, load_processor(folder), torch.device("cpu"))
     row = {"prompt": "-"}
-    cfg = settled(cfg, policy, inner, agreement.asked(generator, inner.hf_model, cfg, picture_rows()))
+    cfg = settled(cfg, policy, inner, agreement.trials(generator, inner.hf_model, cfg, picture_rows()))
     t = asyncio.run(agents.play(row, 0, generator, cfg))
     assert len(t.info["restarts"]) == 1 and t.turns == 3
     batch = script.collate([t, t], 0, torch.device("cpu"))
