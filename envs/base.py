@@ -1,9 +1,9 @@
-"""Environments: what answers the model between its turns.
+"""Environments, which answer the model between its turns.
 
-    --env frozenlake?slippery=true          # a name in ENVIRONMENTS, arguments of its __init__ behind it
-    --env my_env.py:Guess                   # a class of a file; examples/ has some, each with its rows and reward
+    --env frozenlake?slippery=true          # a name in ENVIRONMENTS, then arguments of its __init__
+    --env my_env.py:Guess                   # a class in a file; examples/ has some, each with its rows and reward
 
-An environment is one object a trajectory, and a class like this:
+Each trajectory has an environment of its own, of a class like this:
 
     import random
     from envs import Environment
@@ -20,17 +20,17 @@ An environment is one object a trajectory, and a class like this:
         def metrics(self):                          # logged once a trajectory
             return {"success": float(self.right)}
 
-        def actions(self):                          # what --policy random chooses from
+        def actions(self):                          # for --policy random to choose from
             return [str(n) for n in range(1, 10)]
 
-Every method may be plain or async and has --tool_timeout seconds, the constructor too; none of them holds up other
-trajectories. One that raises or is late costs its trajectory, which is left out and counted; above --max_failed of a
-step the run stops and shows the commonest cause. The seed is the row's column `seed`, which every row has that is
-loaded with --env: the members of a group share it. The numbers of `info` are logged, their means over a trajectory's
-turns, as rewards/environment/NAME; `score()` is added to the last turn's reward. A turn that is cut by its length ends
-the trajectory without a step. `state()` lets --advantage gigpo compare turns that began alike. `close()` is
-called at the end, however it ends; with `pooled = True` an instance is reset and played again instead. `tools` is what
-the model can call ({name: Tool}); most environments have none and read the text.
+Every method, the constructor included, may be plain or async, has --tool_timeout seconds, and does not hold up other
+trajectories. If one raises or is late, its trajectory is left out and counted; above --max_failed of a step the run
+stops and shows the commonest cause. The seed is the row's column `seed`, which every row loaded with --env has; the
+members of a group share it. The numbers of `info`, averaged over a trajectory's turns, are logged as
+rewards/environment/NAME; `score()` is added to the last turn's reward. A turn that is cut by its length ends the
+trajectory without a step. `state()` lets --advantage gigpo compare turns that began alike. `close()` is called at the
+end, however the trajectory ends; with `pooled = True` an instance is reset and played again instead. `tools` are those
+that the model can call ({name: Tool}); most environments have none and read the text.
 
 `python scripts/play.py --env NAME --policy random` plays one without model, server or torch.distributed.
 """
@@ -51,10 +51,10 @@ from safety.results import plain, unread, warn_once
 class Environment:
     """What every environment has; a subclass needs `step`, and mostly `reset`."""
 
-    tools: dict[str, Tool] = {}  # the model's in this trajectory, set by reset()
+    tools: dict[str, Tool] = {}  # the model can call them in this trajectory; set by reset()
     instructions = ""  # how to call them, for chat templates that do not say
     step_timeout: float | None = None  # seconds; None: --tool_timeout
-    pooled = False  # whether an instance may be played again after another reset(), where making one is slow
+    pooled = False  # whether an instance may be reset() and played again; for environments that are slow to make
 
     def reset(self, row: dict, seed: int) -> list[dict]:
         """Begin anew; returns the prompt as chat messages."""
@@ -66,40 +66,40 @@ class Environment:
         raise NotImplementedError
 
     def state(self):
-        """The state the environment is in, anything hashable: asked after reset() and each step(). Turns that start in
-        equal states of one group are compared by --advantage gigpo. None: not known."""
+        """The current state, anything hashable; None: not known. Called after reset() and each step(). --advantage
+        gigpo compares turns of a group that start in equal states."""
         return None
 
     def score(self) -> float | None:
-        """What the whole trajectory earns beyond its turns, asked once at its end. None where no turn had a reward,
-        either: this environment gives none, and other rewards count alone."""
+        """What the trajectory earns beyond the rewards of its turns; called once, at its end. None, if no turn had a
+        reward either, means that the environment gives no reward and the other reward functions count alone."""
         return 0.0
 
     def close(self) -> None:
-        """Release what the environment holds; called once, at the end of its trajectory, however that ended."""
+        """Release what the environment holds; called once, at the end of the trajectory, however that ends."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log about the whole trajectory, asked once at its end."""
+        """Numbers to log about the whole trajectory; called once, at its end."""
         return {}
 
     def actions(self) -> list[str]:
-        """Turns a random policy may choose from, where there are such."""
+        """Turns for a random policy to choose from, if there is such a list."""
         return []
 
 
 class ToolEnvironment(Environment):
-    """A bare set of tools: runs the calls of a turn, all at once; a turn without any is the answer."""
+    """A bare set of tools. It runs the calls of a turn, all at the same time; a turn without calls is the answer."""
 
-    begun = ""  # what the prompt has begun the answer with: "<think>\n"
+    begun = ""  # the beginning of the answer that is part of the prompt: "<think>\n"
     schemas: list[dict] = []  # of the tools
-    step_timeout = math.inf  # calls have limits of their own, and may wait for their turn
+    step_timeout = math.inf  # calls have limits of their own, and may have to queue
     in_order = False  # whether a turn's calls run one after another
 
-    def __init__(self, given: dict[str, Tool], cfg):
-        self.given, self.cfg, self.parser = given, cfg, parser_of(cfg)
+    def __init__(self, tools: dict[str, Tool], cfg):
+        self.all_tools, self.cfg, self.parser = tools, cfg, parser_of(cfg)
 
     def reset(self, row, seed):
-        self.offer(tools_of(row, self.given))
+        self.offer(tools_of(row, self.all_tools))
         return super().reset(row, seed)
 
     def offer(self, tools: dict[str, Tool]) -> None:
@@ -109,36 +109,36 @@ class ToolEnvironment(Environment):
     async def step(self, text):
         text = self.begun + text
         calls = read_calls(text, self.schemas, self.parser)
-        within = sum(str(call.arguments).count("</answer>") for call in calls)
-        if not calls or outside_thinking(text).count("</answer>") > within:
+        quoted = sum(str(call.arguments).count("</answer>") for call in calls)
+        if not calls or outside_thinking(text).count("</answer>") > quoted:
             return [], 0.0, True, {"calls": []}
         messages, events = await run_calls(calls, self.tools, self.cfg, self.in_order)
-        read = [call.as_message() for call in calls if not call.error]
-        return messages, 0.0, False, {"calls": events, "tool_calls": read}
+        readable = [call.as_message() for call in calls if not call.error]
+        return messages, 0.0, False, {"calls": events, "tool_calls": readable}
 
 
-# ---- asking one: within a time, off the event loop, at the cost of one trajectory ------------------------------------
+# ---- calling one: within a time limit, off the event loop, at the cost of one trajectory -----------------------------
 
 
-async def call_environment(environment, method: str, of: dict, cfg: TrainConfig, **arguments):
-    """environment.METHOD within its time; TrajectoryError naming it and the row, `of`, if it fails or is late."""
+async def call_environment(environment, method: str, of_row: dict, cfg: TrainConfig, **arguments):
+    """environment.METHOD(**arguments) in its time limit. TrajectoryError naming it and the row if it fails."""
     seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
-    what = f"{name_of(environment)}.{method}()"
-    return await limited(getattr(environment, method), arguments, seconds, what, of, READ.get(method, plain))
+    call = f"{name_of(environment)}.{method}()"
+    return await limited(getattr(environment, method), arguments, seconds, call, of_row, READ.get(method, plain))
 
 
-async def limited(function: Callable, arguments: dict, seconds: float, what: str, row: dict, read=unread, flag=""):
-    """What the function returned; TrajectoryError if it fails or is late. flag: that of the limit"""
+async def limited(function: Callable, arguments: dict, seconds: float, call: str, row: dict, read=unread, flag=""):
+    """The function's result; TrajectoryError if it fails or is late. flag: the option that sets the limit."""
     outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:
-        raise TrajectoryError(f"{what} took over {seconds:g} s ({flag or '--tool_timeout'})", row)
+        raise TrajectoryError(f"{call} took over {seconds:g} s ({flag or '--tool_timeout'})", row)
     if outcome[1] is not None:
-        raise TrajectoryError(f"{what} raised {shorten(outcome[1], 500)}", row) from outcome[1]
+        raise TrajectoryError(f"{call} raised {shorten(outcome[1], 500)}", row) from outcome[1]
     return outcome[0]
 
 
 def reward_of(value) -> float:
-    """A number of any kind, tensors and numpy scalars too, that can be trained on; text is none."""
+    """A number of any kind, tensors and numpy scalars too, as a float to train on; TypeError for text."""
     if isinstance(value, (str, bytes)):
         raise TypeError("text is not a number")
     value = float(value)
@@ -148,7 +148,7 @@ def reward_of(value) -> float:
 
 
 def read_step(outcome) -> tuple[list, float, bool, dict]:
-    """Of step(), made plain."""
+    """The result of step() as plain python values."""
     if not isinstance(outcome, tuple) or len(outcome) != 4:
         raise TypeError(f"it must return (messages, reward, done, info), not {shorten(outcome)}")
     messages, reward, done, info = outcome
@@ -164,7 +164,7 @@ def read_metrics(value) -> dict:
 
 
 def read_state(value):
-    hash(value)  # by which states are compared; TypeError for a list
+    hash(value)  # states are compared by it; TypeError for a list
     return value
 
 
@@ -177,50 +177,50 @@ def name_of(environment) -> str:
 
 
 async def reset(environment, row: dict, cfg: TrainConfig, processor=None) -> list[dict]:
-    """The environment's prompt as chat messages; it may be text."""
+    """The prompt of environment.reset(), as chat messages."""
     seed = cfg.seed if row.get("seed") is None else row["seed"]
     messages = await call_environment(environment, "reset", row, cfg, row=row, seed=seed)
     return checked_messages(messages, f"{name_of(environment)}.reset()", processor)
 
 
 async def state_of(environment, row: dict, cfg: TrainConfig):
-    """What the environment says of the state it is in, for advantages that compare turns; None if it says nothing."""
+    """The environment's state(), for advantages that compare turns; None if it does not define one."""
     if type(environment).state is Environment.state:
         return None
     return await call_environment(environment, "state", row, cfg)
 
 
-def checked_messages(messages, whose: str, processor=None, most: int | None = None) -> list[dict]:
-    """Chat messages as the model can be shown them. Text becomes a user's message, lone halves of emoji are replaced,
-    texts longer than `most` cut; to a tokenizer, which knows no images, parts become text."""
+def checked_messages(messages, source: str, processor=None, limit: int | None = None) -> list[dict]:
+    """Chat messages in the form that templates take: text becomes a user's message, lone halves of emoji are replaced,
+    texts are cut to `limit` characters, and for a tokenizer, which takes no images, parts become text."""
     try:
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        read = [each_text({"role": m["role"]} | in_usual_form(m), clean) for m in messages]
-        for m in read:
-            parts_of(m["content"])  # PartError for what is neither text nor parts
+        checked = [each_text({"role": m["role"]} | in_usual_form(m), clean) for m in messages]
+        for m in checked:
+            parts_of(m["content"])  # PartError if it is neither text nor parts
     except (PartError, TypeError, KeyError, AttributeError) as error:
         form = '[{"role": "user", "content": "..."}]'
-        fault = f"{whose} must give chat messages, such as {form}; it gave {shorten(messages)} ({error})"
+        fault = f"{source} must give chat messages, such as {form}; it gave {shorten(messages)} ({error})"
         raise TrajectoryError(fault) from error
-    if most is not None:
-        shown = [m | {"content": cut(m["content"], most)} for m in read]
-        if shown != read:
-            warn_once(f"{whose} gave a message over --max_tool_result {most} characters: the model sees its beginning.")
-        read = shown
+    if limit is not None:
+        shortened = [m | {"content": cut(m["content"], limit)} for m in checked]
+        if shortened != checked:
+            warn_once(f"{source} gave a message over --max_tool_result {limit} characters: the model sees its start.")
+        checked = shortened
     if processor is None or is_vision(processor):
-        return read
-    return [m | {"content": as_text(m["content"], whose)} for m in read]
+        return checked
+    return [m | {"content": as_text(m["content"], source)} for m in checked]
 
 
-def as_text(content: str | list, whose: str) -> str:
+def as_text(content: str | list, source: str) -> str:
     """Parts of a message as text, for models without images."""
     if any(part["type"] == "image" for part in parts_of(content)):
-        warn_once(f"{whose} gives images, and the model of --model_id takes none: it reads {NO_IMAGE!r} instead.")
+        warn_once(f"{source} gives images, and the model of --model_id takes none: it reads {NO_IMAGE!r} instead.")
     return text_of_parts(content)
 
 
-def checked_step(outcome: tuple, environment, processor=None, most: int | None = None) -> tuple:
-    """What `read_step` made of step(), with `checked_messages`."""
-    whose = f"{name_of(environment)}.step()"
+def checked_step(outcome: tuple, environment, processor=None, limit: int | None = None) -> tuple:
+    """The outcome of `read_step`, with `checked_messages`."""
+    source = f"{name_of(environment)}.step()"
     messages, reward, done, info = outcome
-    return checked_messages(messages, whose, processor, most), reward, done, info
+    return checked_messages(messages, source, processor, limit), reward, done, info

@@ -1,10 +1,10 @@
-"""Tools of MCP servers, over stdio, streamable HTTP or SSE, from the usual JSON (docs/tools-mcp.md has all of it):
+"""Tools of MCP servers, over stdio, streamable HTTP or SSE, from the usual JSON (all keys: docs/tools-mcp.md):
 
     {"mcpServers": {"search": {"command": "python", "args": ["search_server.py"]},
                     "wiki":   {"url": "http://127.0.0.1:9000/mcp", "prefix": "wiki_"}}}
 
-Ours beside the usual keys: `prefix` before the tools' names. A server has one connection, which all trajectories share.
-A connection lives in one task, as the SDK's client wants it, on the event loop of all async tools (safety/calls.py).
+One key is ours: `prefix` is put before the tools' names. All trajectories share a server's one connection. The
+connection lives in one task, as the SDK's client requires, on the event loop of all async tools (safety/calls.py).
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from safety.calls import shared_loop
 from safety.results import AT_END, warn_once
 from safety.sandbox import check_contained
 
-# The MCP SDK and what comes with it take a second, and are imported by connections.
+# The MCP SDK takes a second to import, so connections import it.
 
-END_SECONDS = 8.0  # the SDK gives a process 2 s to end, then sends SIGTERM and SIGKILL
+END_SECONDS = 8.0  # the SDK waits 2 s for a process to end, then sends SIGTERM and SIGKILL
 _live: set["Server"] = set()
 
 
@@ -43,10 +43,10 @@ def get_tools(cfg) -> dict[str, Tool]:
 
 
 def connect(path: str, seconds: float) -> list[Tool]:
-    """The tools of all servers that the file names, which start at the same time.
+    """The tools of all servers in the file. The servers start at the same time.
 
-    seconds: a server may take to start and to list its tools, and for a call if its entry has no `timeout`.
-    Raises ConfigError naming the server that does not start, and quoting the last lines it wrote to stderr.
+    seconds: limit for a server to start and list its tools, and for a call if its entry has no `timeout`. ConfigError
+    names a server that does not start, and quotes the last lines it wrote to stderr.
     """
     require("mcp", f"--mcp_config={path}")
     servers, loop = read_servers(path, seconds), shared_loop()
@@ -54,17 +54,17 @@ def connect(path: str, seconds: float) -> list[Tool]:
     try:
         for server, listing in zip(servers, listings, strict=True):
             tools += map(server.tool, listing.result())
-    except Exception as error:  # whatever the SDK raises at a server that is not one
+    except Exception as error:  # the SDK raises anything at what is no MCP server
         close_all()
         raise ConfigError(f"--mcp_config={path}: {reason(error)}") from None
     return tools
 
 
 def read_servers(path: str, seconds: float) -> list["Server"]:
-    """The servers of the file that are not disabled. ConfigError naming what is wrong."""
+    """The servers in the file that are not disabled. ConfigError if it cannot be read."""
 
-    def value_of(found: re.Match) -> str:  # ${VAR}, ${env:VAR} or ${VAR:-default}, as a shell would
-        name, has_default, default = found[1].removeprefix("env:").partition(":-")
+    def value_of(match: re.Match) -> str:  # ${VAR}, ${env:VAR} or ${VAR:-default}, as a shell would
+        name, has_default, default = match[1].removeprefix("env:").partition(":-")
         if not has_default and name not in os.environ:
             raise ConfigError(f"--mcp_config={path}: the environment variable {name} is not set.")
         return json.dumps(os.environ.get(name, ""))[1:-1] or default
@@ -85,8 +85,8 @@ def read_servers(path: str, seconds: float) -> list["Server"]:
 
 
 class Server:
-    """An entry of the file and its connection: made when it is first needed, and by the next call after it was lost. An
-    environment may have one of its own, `await server.call(TOOL, **arguments)` and, at its end, `await server.close()`.
+    """An entry of the file and its connection, which the first call opens, and reopens after it was lost. Environments
+    may use one of their own: `await server.call(TOOL, **arguments)` and, at the end, `await server.close()`.
 
     seconds: limit of a call. start_seconds: of a start.
     """
@@ -96,11 +96,11 @@ class Server:
         self.seconds = settings.get("timeout") or seconds
         self.start_seconds = max(self.seconds, seconds)
         self.life, self.status = None, ""
-        self.stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # a process writes to it
+        self.stderr = tempfile.TemporaryFile("w+", encoding="utf-8")  # a file, since the process writes to it
 
-    def tool(self, listed) -> Tool:
-        name, text = self.settings.get("prefix", "") + listed.name, listed.description or ""
-        return Tool(name, text, listed.input_schema, partial(self.call, listed.name), self.settings.get("timeout"))
+    def tool(self, entry) -> Tool:
+        name, description = self.settings.get("prefix", "") + entry.name, entry.description or ""
+        return Tool(name, description, entry.input_schema, partial(self.call, entry.name), self.settings.get("timeout"))
 
     async def list_tools(self) -> list:
         client, tools, cursor = await self.client(), [], None
@@ -111,19 +111,19 @@ class Server:
                 return tools
 
     async def call(self, tool: str, /, **arguments):
-        """Text of the result, or message parts if there is an image in it; RuntimeError with what went wrong."""
+        """The result as text, or as message parts if it contains an image. RuntimeError if the call fails."""
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST  # the latter: HTTP sessions that the server forgot
 
         try:
             client = await self.client()
             result = await client.call_tool(tool, arguments, read_timeout_seconds=self.seconds)
-        except Exception as error:  # of the SDK, its transports and what the server did to them
+        except Exception as error:  # from the SDK and its transports, whatever the server did to them
             if getattr(error, "code", CONNECTION_CLOSED) in (CONNECTION_CLOSED, INVALID_REQUEST):
                 await self.close()  # the next call starts it again
-                warn_once(self.said(f"is gone ({reason(error)})"), kind=f"MCP server {self.name}")
+                warn_once(self.message(f"is gone ({reason(error)})"), kind=f"MCP server {self.name}")
             raise RuntimeError(f"MCP server {self.name!r}: {reason(error)}") from error
         parts = [as_part(content) for content in result.content]
-        if not parts and result.structured_content is not None:  # else the same stands in the text
+        if not parts and result.structured_content is not None:  # else the text says the same
             parts = [text_part(json.dumps(result.structured_content, ensure_ascii=False))]
         if any(part["type"] == "image" for part in parts) and not result.is_error:
             return parts
@@ -135,15 +135,15 @@ class Server:
     async def client(self):
         """The SDK's client, after the server has started; RuntimeError if it does not."""
         loop = asyncio.get_running_loop()
-        # The loop of async tools is another one after something has blocked it.
+        # Async tools get a new loop after something has blocked the old one.
         if self.life is None or self.life.done() or self.life.get_loop() is not loop:
             self.ready = loop.create_future()
-            self.ready.add_done_callback(asyncio.Future.exception)  # no word of asyncio's if nobody asks any more
+            self.ready.add_done_callback(asyncio.Future.exception)  # no warning from asyncio if nobody awaits it
             self.life = loop.create_task(self.live(self.ready))
             _live.add(self)
             if close_all not in AT_END:
                 AT_END.append(close_all)
-                atexit.register(close_all)  # of programs that do not end by AT_END
+                atexit.register(close_all)  # for programs that do not run AT_END
         return await asyncio.shield(self.ready)
 
     async def live(self, ready: asyncio.Future) -> None:
@@ -157,11 +157,11 @@ class Server:
                     client = await stack.enter_async_context(client)
                 ready.set_result(client)
                 await asyncio.Future()
-        except Exception as error:  # of the SDK, and what the server did to it
+        except Exception as error:  # from the SDK, whatever the server did to it
             if not ready.done():
-                late = f"not within {self.start_seconds:g} s"
-                why = late if isinstance(error, TimeoutError) else reason(error)
-                ready.set_exception(RuntimeError(self.said(f"did not start: {why}{self.status}")))
+                timeout_reason = f"not within {self.start_seconds:g} s"
+                why = timeout_reason if isinstance(error, TimeoutError) else reason(error)
+                ready.set_exception(RuntimeError(self.message(f"did not start: {why}{self.status}")))
         finally:
             _live.discard(self)
 
@@ -171,37 +171,37 @@ class Server:
         from mcp.client.sse import sse_client
         from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-        given = self.settings
-        if "command" in given:
-            known = {key: given[key] for key in ("command", "args", "env", "cwd") if given.get(key)}
-            return stdio_client(StdioServerParameters(**known), errlog=self.stderr)
-        url, headers = given["url"], given.get("headers")
-        if given.get("type", "sse" if url.rstrip("/").endswith("/sse") else "") == "sse":
+        settings = self.settings
+        if "command" in settings:
+            arguments = {key: settings[key] for key in ("command", "args", "env", "cwd") if settings.get(key)}
+            return stdio_client(StdioServerParameters(**arguments), errlog=self.stderr)
+        url, headers = settings["url"], settings.get("headers")
+        if settings.get("type", "sse" if url.rstrip("/").endswith("/sse") else "") == "sse":
             return sse_client(url, headers, sse_read_timeout=3600.0)
-        # A call has its own limit, and a stream may be silent until there is one.
+        # Calls have their own limit; between calls a stream may be silent.
         http_client = create_mcp_http_client(headers=headers, timeout=httpx2.Timeout(30.0, read=3600.0))
         http_client.event_hooks["response"].append(self.look_at)
         return streamable_http_client(url, http_client=await stack.enter_async_context(http_client))
 
     async def look_at(self, response) -> None:
-        """The SDK does not say that a token is wrong."""
+        """Note the HTTP status for the message: the SDK does not report that a token is wrong."""
         self.status = f" (HTTP {response.status_code})" if response.status_code >= 400 else ""
 
-    def said(self, fault: str) -> str:
-        """What to tell people, with the last lines that the server wrote to stderr."""
+    def message(self, fault: str) -> str:
+        """A message for people, with the last lines that the server wrote to stderr."""
         lines = os.pread(self.stderr.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
         quoted = f"; its last lines: {' | '.join(lines[-5:])}" if lines else ""
         return secrets.hide(f"MCP server {self.name!r} {fault}{quoted}")
 
     async def close(self) -> None:
-        """End the process or session, in END_SECONDS whatever it does."""
+        """End the process or session, within END_SECONDS whatever it does."""
         if self.life is not None and not self.life.done():
             self.life.cancel()
             await asyncio.wait({self.life}, timeout=END_SECONDS)
 
 
 def as_part(content) -> dict:
-    """A piece of an MCP result as a part of a chat message. Never a path or URL that would be read here."""
+    """A piece of an MCP result as a part of a chat message, never a path or URL that would be read here."""
     resource = getattr(content, "resource", None)
     if content.type == "text":
         return text_part(content.text)
@@ -217,7 +217,7 @@ def as_part(content) -> dict:
 
 
 def reason(error: BaseException) -> str:
-    """The innermost of grouped errors, in one line."""
+    """The innermost of grouped errors as one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}".strip(": ")
@@ -227,7 +227,7 @@ def close_all() -> None:
     """End all servers that were started, at the same time."""
 
     async def end() -> None:
-        await asyncio.gather(*(one.close() for one in list(_live)), return_exceptions=True)
+        await asyncio.gather(*(server.close() for server in list(_live)), return_exceptions=True)
 
     if _live:
         with contextlib.suppress(TimeoutError):

@@ -1,13 +1,13 @@
-"""What a model can call between its turns: python functions and MCP servers.
+"""Tools that a model can call between its turns: python functions and MCP servers.
 
-    --tools calculator my_tools.py:weather      # names in TOOLS, or a function, or a Tool, of a file
+    --tools calculator my_tools.py:weather      # names in TOOLS, or functions or Tools in a file
     --mcp_config servers.json                   # {"mcpServers": {"files": {"command": "...", "args": []}, ...}}
 
-A function with type hints and a Google-style docstring is a tool as it is; it may be async. So are a functools.partial
-of one and an object with __call__. What a tool returns is shown to the model: text, an image, or a list of message
-parts. What it raises is shown, too, and counted, as is a call that cannot be read: the model may try again. Columns of
-a data set may narrow this down by row: `tools` to some names, `tools_kwargs` ({tool: {argument: value}}) to arguments
-that the model neither sees nor gives.
+Any function with type hints and a Google-style docstring is a tool; it may be async. So is a functools.partial of one,
+and an object with __call__. The model sees what a tool returns: text, an image, or a list of message parts. It also
+sees what a tool raises, and why a call could not be read, so that it may try again; both are counted. Columns of a data
+set may restrict tools by row: `tools` to some names; `tools_kwargs` ({tool: {argument: value}}) fixes arguments, which
+the model neither sees nor passes.
 """
 
 import ast
@@ -34,7 +34,7 @@ from safety.calls import run_limited
 from safety.results import warn_once
 from safety.sandbox import run_python
 
-# transformers takes seconds, pydantic only tools need: they are imported where a tool is made.
+# transformers takes seconds to import, and only tools need pydantic: both are imported where a tool is made.
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Tool:
     parameters: dict  # JSON schema of an object
     call: Callable  # by keyword; plain or async
     timeout: float | None = None  # seconds a call may take; None: --tool_timeout
-    check: Callable[[dict], dict] = dict  # arguments as the function takes them; ValueError where they do not fit
+    check: Callable[[dict], dict] = dict  # converts arguments for the function; ValueError if they do not fit
 
     def schema(self) -> dict:
-        """As chat templates and OpenAI's API want it."""
+        """The form of chat templates and OpenAI's API."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
@@ -58,8 +58,8 @@ class Tool:
 
 
 def from_function(function: Callable) -> Tool:
-    """A function, a functools.partial of one, or an object with __call__ as a tool. Its schema is made by transformers,
-    and pydantic makes what a call gives into what its hints say. ConfigError where they do not say enough."""
+    """A function, a functools.partial of one, or an object with __call__ as a tool. transformers makes its schema, and
+    pydantic converts a call's arguments to the types of the hints. ConfigError if hints or descriptions are missing."""
     from typing import NotRequired
 
     from pydantic import ConfigDict, TypeAdapter, with_config
@@ -72,9 +72,9 @@ def from_function(function: Callable) -> Tool:
     from typing_extensions import TypedDict
 
     if isinstance(function, functools.partial):
-        whole = from_function(function.func)
+        full_schema = from_function(function.func)
         fixed = inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
-        return without(whole, fixed.arguments)
+        return without(full_schema, fixed.arguments)
     routine = function if inspect.isroutine(function) else function.__call__
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -85,38 +85,38 @@ def from_function(function: Callable) -> Tool:
         raise ConfigError(
             f"the tool {name!r} needs a type hint and a line in Args: for each argument: {error}"
         ) from None
-    taken = {a.name: hints[a.name] if a.default is a.empty else NotRequired[hints[a.name]] for a in arguments}
+    typed_arguments = {a.name: hints[a.name] if a.default is a.empty else NotRequired[hints[a.name]] for a in arguments}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-    given = TypeAdapter(with_config(config)(TypedDict("given", taken)))
+    adapter = TypeAdapter(with_config(config)(TypedDict("given", typed_arguments)))
     parameters = schema["parameters"]
-    with contextlib.suppress(PydanticInvalidForJsonSchema):  # of what no call can give, but `tools_kwargs` may
-        whole = given.json_schema()
-        for key, found in whole.get("properties", {}).items():
-            if re.search(r'"(\$ref|format)":', json.dumps(found)):  # of classes and dates transformers says less
+    with contextlib.suppress(PydanticInvalidForJsonSchema):  # a type that only `tools_kwargs` can pass
+        full_schema = adapter.json_schema()
+        for key, prop in full_schema.get("properties", {}).items():
+            if re.search(r'"(\$ref|format)":', json.dumps(prop)):  # transformers says less of classes and dates
                 described = parameters["properties"][key]["description"]
-                parameters["properties"][key] = found | {"description": described}
-        parameters |= {"$defs": whole["$defs"]} if "$defs" in whole else {}
-    return Tool(name, schema["description"], parameters, function, check=given.validate_python)
+                parameters["properties"][key] = prop | {"description": described}
+        parameters |= {"$defs": full_schema["$defs"]} if "$defs" in full_schema else {}
+    return Tool(name, schema["description"], parameters, function, check=adapter.validate_python)
 
 
 def named_tools(cfg) -> list[Tool]:
     """The tools of cfg.tools."""
-    found = []
-    for given in cfg.tools:
-        if not function_path(given):
-            known_name("--tools (names, or path/to/file.py:function)", given, TOOLS)
-        tool = load_function(given) if function_path(given) else TOOLS[given]
+    tools = []
+    for spec in cfg.tools:
+        if not function_path(spec):
+            known_name("--tools (names, or path/to/file.py:function)", spec, TOOLS)
+        tool = load_function(spec) if function_path(spec) else TOOLS[spec]
         if inspect.isclass(tool) or not (callable(tool) or isinstance(tool, Tool)):
             raise ConfigError(
-                f"--tools {given} is {shorten(tool)}; allowed are functions, functools.partial, objects with __call__ "
+                f"--tools {spec} is {shorten(tool)}; allowed are functions, functools.partial, objects with __call__ "
                 "and envs.tools.Tool: call it in a function of your own, with type hints and a docstring."
             )
-        found.append(tool if isinstance(tool, Tool) else from_function(tool))
-    return found
+        tools.append(tool if isinstance(tool, Tool) else from_function(tool))
+    return tools
 
 
 def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
-    """The tools that the row's column `tools` allows, without the arguments that its `tools_kwargs` sets."""
+    """The tools that the row's column `tools` allows, without the arguments that its `tools_kwargs` fixes."""
     names, hidden = row.get("tools"), {n: fixed for n, fixed in (row.get("tools_kwargs") or {}).items() if fixed}
     for name in [*(names or ()), *hidden]:
         known_name("column `tools` or `tools_kwargs`", name, tools)
@@ -128,16 +128,16 @@ def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
 
 
 def without(tool: Tool, fixed: dict) -> Tool:
-    """The tool with some arguments fixed, and out of its schema."""
+    """The tool with some arguments fixed, and removed from its schema."""
     properties = {key: value for key, value in tool.parameters.get("properties", {}).items() if key not in fixed}
     required = [key for key in tool.parameters.get("required", []) if key not in fixed]
-    call = functools.partial(tool.call, **fixed)  # which run_limited sees through: own_process stays
+    call = functools.partial(tool.call, **fixed)  # run_limited still sees its own_process
     call.executes_code = getattr(tool.call, "executes_code", False)
 
-    def check(given: dict) -> dict:
-        if taken := fixed.keys() & given.keys():
-            raise ValueError(f"{min(taken)} is not yours to give")
-        return {key: value for key, value in tool.check(fixed | given).items() if key not in fixed}
+    def check(arguments: dict) -> dict:
+        if overridden := fixed.keys() & arguments.keys():
+            raise ValueError(f"{min(overridden)} is not yours to give")
+        return {key: value for key, value in tool.check(fixed | arguments).items() if key not in fixed}
 
     parameters = tool.parameters | {"properties": properties, "required": required}
     return replace(tool, parameters=parameters, call=call, check=check)
@@ -146,25 +146,26 @@ def without(tool: Tool, fixed: dict) -> Tool:
 # ---- calling --------------------------------------------------------------------------------------------------------
 
 MOST_CALLS = 64  # at the same time on each rank; environments have no such limit
-CALLS_PER_TURN = 16  # are run; the model is told about the others
+CALLS_PER_TURN = 16  # further calls are not run, and the model reads so
 
 
 @functools.lru_cache(maxsize=8)
-def places(loop: asyncio.AbstractEventLoop, what: str, most: int) -> asyncio.Semaphore:
-    """Each training step has a loop of its own, and an evaluation beside it; a semaphore belongs to one loop."""
-    return asyncio.Semaphore(most)
+def places(loop: asyncio.AbstractEventLoop, purpose: str, limit: int) -> asyncio.Semaphore:
+    """The semaphore of an event loop, as one belongs to a single loop: each training step has its own, and so has an
+    evaluation beside it."""
+    return asyncio.Semaphore(limit)
 
 
 async def run_calls(
     calls: list[Call], tools: dict[str, Tool], cfg, in_order: bool = False
 ) -> tuple[list[dict], list[dict]]:
-    """(a tool message a call, in the calls' order; what happened: name, seconds, failed; the name as it was written,
-    arguments, result). Each call has its time. All run at the same time, or in_order: those of one object change its
-    state."""
-    most, number = CALLS_PER_TURN, len(calls)
-    if number > most:
-        fault = f"this turn made {number} calls; only the first {most} were run"
-        calls = [*calls[:most], replace(calls[most], error=fault)]
+    """(a tool message per call, in order; an event per call: name, seconds, failed, the name as the model wrote it,
+    arguments, result). Each call has its time limit. All run at the same time, or, in_order, one after another, for
+    methods that change the state of one object."""
+    limit, number = CALLS_PER_TURN, len(calls)
+    if number > limit:
+        fault = f"this turn made {number} calls; only the first {limit} were run"
+        calls = [*calls[:limit], replace(calls[limit], error=fault)]
     if in_order:
         events = [await run_call(call, tools, cfg) for call in calls]
     else:
@@ -175,7 +176,7 @@ async def run_calls(
 async def run_call(call: Call, tools: dict[str, Tool], cfg) -> dict:
     start, tool = time.perf_counter(), tools.get(call.name)
     content, failed = await answered(call, tools, cfg)
-    # Names that a model makes up must not become metrics without end.
+    # Names that a model makes up must not become ever more metrics.
     name = call.name if tool else "unknown" if call.name else "unreadable"
     written = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
     event = {"name": name, "call": written, "seconds": time.perf_counter() - start, "failed": int(failed)}
@@ -183,7 +184,7 @@ async def run_call(call: Call, tools: dict[str, Tool], cfg) -> dict:
 
 
 async def answered(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, bool]:
-    """(what the tool answers, or the error's text; whether it failed)"""
+    """(the tool's result or an error message, whether the call failed)"""
     if call.error:
         return f"Error: {call.error}", True
     if call.name not in tools:
@@ -205,37 +206,36 @@ async def answered(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, boo
 
 
 def as_content(result):
-    """What a tool returned, made plain, as the content of a message: text as it is, parts in their usual form, and
-    Pillow's images, alone or in a list with texts and parts, as parts of their own; the rest as JSON as far as it has a
-    form there, else as Python shows it."""
+    """A tool's result as the content of a message. Text stays; message parts get their usual form; Pillow images, alone
+    or in a list with texts and parts, become parts. Anything else becomes JSON if it can, else its repr."""
     if isinstance(result, str):
         return clean(result)
-    listed = result if isinstance(result, list) else [result]
-    shown = [isinstance(each, Image.Image) or is_part(each) for each in listed]
-    if any(shown) and all(one or isinstance(each, str) for one, each in zip(shown, listed, strict=True)):
-        parts = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in listed])
+    items = result if isinstance(result, list) else [result]
+    are_parts = [isinstance(item, Image.Image) or is_part(item) for item in items]
+    if any(are_parts) and all(part or isinstance(item, str) for part, item in zip(are_parts, items, strict=True)):
+        parts = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in items])
         return each_text(parts, clean)
     try:
         return clean(json.dumps(result, default=as_json, ensure_ascii=False))
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, a value within itself
+    except (TypeError, ValueError, RecursionError):  # keys that are not text, a value that contains itself
         return clean(shorten(result, 10_000))
 
 
 def as_json(value):
-    """Numbers and arrays of numpy and torch as JSON has them, anything else as text, which is short of large arrays."""
+    """Numbers and small arrays of numpy and torch as numbers and lists; anything else as its str."""
     return value.tolist() if hasattr(value, "tolist") and value.nbytes <= 1 << 18 else str(value)
 
 
 def is_part(value) -> bool:
-    """Whether it is a text or an image as messages have them (inputs/parts.py), and not just some dict."""
+    """Whether it is a text or image part of a message (inputs/parts.py), and not just any dict."""
     try:
-        return isinstance(value, dict) and parts_of([value]) != [{"type": "image"}]  # such has nothing to show
+        return isinstance(value, dict) and parts_of([value]) != [{"type": "image"}]  # that one has no image to show
     except PartError:
         return False
 
 
 def cut(content, limit: int):
-    """Text, or the text parts of a message, of at most `limit` characters."""
+    """The text, or the parts, with each text cut to `limit` characters."""
     if isinstance(content, list):
         return [part | {"text": cut(part["text"], limit)} if part.get("type") == "text" else part for part in content]
     return content if len(content) <= limit else f"{content[:limit]}... ({len(content) - limit} more characters)"
@@ -298,5 +298,5 @@ python.executes_code = True
 
 TOOLS: dict[str, Callable | Tool] = {
     "calculator": calculator,
-    "python": python,  # contained as safety/sandbox.py says
+    "python": python,  # in the sandbox of safety/sandbox.py
 }
