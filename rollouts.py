@@ -306,7 +306,7 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
         try:
             prompt_row = row
             if environment:
-                prompt_row, _ = turns.begun(row, environment.reset(row, 0), environment, processor, cfg)
+                prompt_row, _ = turns.prompt_row(row, environment.reset(row, 0), environment, processor, cfg)
             lengths.append(len(vision_prompt(prompt_row, processor, None, cfg).token_ids))
         except PartError as error:
             raise ConfigError(f"{name}, row {number}: {error}.") from error

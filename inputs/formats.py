@@ -1,11 +1,11 @@
-"""Calls of tools in what a model writes: how they are asked for, and how they are read.
+"""Formats of tool calls: how a model is told to write them, and how its text is parsed.
 
-    --tool_parser auto                   as the model's chat template writes them
+    --tool_parser auto                   the format of the model's chat template
     --tool_parser hermes                 a name in FORMATS
     --tool_parser my_calls.py:read       your own: read(text, schemas) -> [{"name": ..., "arguments": {...}}, ...]
 
-A format is a response template of transformers, or a function like `read`. `auto` takes the template that comes with
-the tokenizer; where there is none, the format whose mark stands in the chat template.
+A format is a response template of transformers, or a function like `read`. `auto` takes the response template that
+comes with the tokenizer or, without one, the format whose mark occurs in the chat template.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from config import ConfigError, function_path, known_name, load_function, shorten
 from inputs.prompts import clean, each_text, tokenizer_of
 
-# transformers takes seconds, and is imported where calls are read.
+# transformers takes seconds to import, so `read_calls` imports it.
 
 
 @dataclass
@@ -27,38 +27,39 @@ class Call:
     error: str | None = None  # why it could not be read
 
     def as_message(self) -> dict:
-        """As it stands in an assistant message's `tool_calls`."""
+        """Its form in an assistant message's `tool_calls`."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
-def call_format(content: str, open_pattern: str, close: str | list, function=None, **how) -> dict:
-    """A response template for calls alone, in linear time: text that is no call is skipped. function: what a call is
-    made of; {name} is the group of that name in open_pattern. how: arguments of transformers' parser of the content."""
+def call_format(content: str, open_pattern: str, close: str | list, function=None, **content_args) -> dict:
+    """A response template that finds calls and skips all other text, in linear time. function: where a call's name and
+    arguments come from; {name} is the group `name` of open_pattern. content_args: options of transformers' parser of
+    the content."""
     transform = {"type": "function", "function": function or {"name": "{name}", "arguments": "{content}"}}
     delimiters = {"open_pattern": open_pattern, "close": close}
-    calls = {"repeats": True, "content": content, "content_args": how, "transform": transform} | delimiters
+    calls = {"repeats": True, "content": content, "content_args": content_args, "transform": transform} | delimiters
     return {"start_anchor": "\0", "fields": {"tool_calls": calls}}
 
 
 def parse_tags(text: str, schemas: list[dict]) -> list[dict]:
-    """<search>who wrote it</search>: the text is the tool's first argument, JSON where that is not to be text."""
+    """<search>who wrote it</search>: the text is the tool's first argument, read as JSON unless its type is string."""
     functions = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
     calls, names = [], "|".join(map(re.escape, functions)) or "(?!)"
     for name, body in re.findall(rf"<({names})>(.*?)(?:</\1>|$)", text, re.DOTALL):
-        given = {}
+        arguments = {}
         for first, schema in list(functions[name].get("properties", {}).items())[:1]:
-            given[first] = body.strip()
+            arguments[first] = body.strip()
             if schema.get("type") != "string":
                 with contextlib.suppress(ValueError):
-                    given[first] = json.loads(body)
-        calls.append({"name": name, "arguments": given})
+                    arguments[first] = json.loads(body)
+        calls.append({"name": name, "arguments": arguments})
     return calls
 
 
-# allow_non_json: what is no JSON becomes a call with an error, the others of the turn are read.
+# allow_non_json: a call that is not JSON gets an error, and the others of the turn are still read.
 FORMATS: dict[str, dict | Callable[[str, list[dict]], list[dict]]] = {
     # <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>: Qwen 2.5 and 3
     "hermes": call_format("json", "<tool_call>", "</tool_call>", "{content}", allow_non_json=True),
@@ -98,51 +99,50 @@ FORMATS: dict[str, dict | Callable[[str, list[dict]], list[dict]]] = {
     ),
     "tags": parse_tags,
 }
-# What stands in the chat template of a model that writes a format; the first counts.
+# Texts in a chat template that reveal its format; the first match counts.
 MARKS = {"<arg_key>": "glm45", "<function=": "xml", "<|tool_call>call:": "gemma4", "<|channel|>commentary": "harmony"}
 MARKS |= {"<tool_call>": "hermes", '"parameters": ': "llama3_json"}
 
-# What thinking begins and ends with; the second is gpt-oss's.
+# (begin, end) of thinking; the second is gpt-oss's.
 THINKING = (("<think>", "</think>"), ("<|channel|>analysis<|message|>", "<|end|>"))
 
 
 def outside_thinking(text: str) -> str:
-    """A turn without its thinking, and without what stands before a first </think> where the prompt has begun that.
-    There a model says how it will call and answer, which is neither a call nor an answer yet. Thinking that has no end
-    is not told from the rest."""
+    """A turn without its thinking, in which a model may plan calls and answers that are none yet. If the prompt has
+    opened the thinking, all text before the first </think> goes, too. Thinking without an end is not recognised."""
     (begin, end), *_ = THINKING
     if end in text and begin not in (first := text.partition(end)[0]):
         text = text[len(first) :]
     for begin, end in THINKING:
-        *parts, rest = text.split(end)
-        text = end.join([*(part.partition(begin)[0] for part in parts), rest])
+        *parts, last = text.split(end)
+        text = end.join([*(part.partition(begin)[0] for part in parts), last])
     return text
 
 
 def read_calls(text: str, schemas: list[dict], parser: str) -> list[Call]:
-    """The calls of a turn, outside its thinking. One that cannot be read has an `error`: the model is told, and it is
-    counted.
+    """The calls of a turn, outside its thinking. A call that cannot be read has an `error`, which the model sees and
+    the metrics count.
 
-    schemas: of the tools that the model was told of, as chat templates and OpenAI's API take them. parser: a name in
-    FORMATS, or file.py:function.
+    schemas: of the tools in the prompt, in the form of chat templates and OpenAI's API. parser: a name in FORMATS, or
+    file.py:function.
     """
     from transformers.utils.chat_parsing import parse_response
 
     text = outside_thinking(text)
-    how = FORMATS[parser] if parser in FORMATS else load_function(parser)
+    reader = FORMATS[parser] if parser in FORMATS else load_function(parser)
     try:
-        if callable(how):
-            found = how(text, schemas)
+        if callable(reader):
+            calls = reader(text, schemas)
         else:
-            found = parse_response(text, how, prefix="", tools=schemas).get("tool_calls", [])
-        return [as_call(call) for call in found]
-    except Exception as error:  # of a parser of somebody's own, or of transformers' at what a model wrote
+            calls = parse_response(text, reader, prefix="", tools=schemas).get("tool_calls", [])
+        return [as_call(call) for call in calls]
+    except Exception as error:  # from a user's parser, or transformers' parser of what a model wrote
         return [Call("", error=f"a call that cannot be read ({type(error).__name__}): {shorten(text, 200)}")]
 
 
-def as_call(found: dict) -> Call:
-    """One of `tool_calls`, with or without {"function": ...} around it; its arguments may be JSON."""
-    function = found.get("function", found) if isinstance(found, dict) else found
+def as_call(call: dict) -> Call:
+    """The Call of an entry of `tool_calls`, with or without {"function": ...} around it; arguments may be JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else call
     try:
         name, arguments = function["name"], function.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -161,11 +161,11 @@ HOW_TO_CALL = {
     "hermes": 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',
     "xml": "To call one, write <function=NAME><parameter=ARGUMENT>value</parameter></function>.",
     "tags": "To call one, write its tags with the argument between them.",
-}  # the others are for templates that say so themselves
+}  # other formats: their chat templates say it
 
 
 def instructions(schemas: list[dict], parser: str) -> str:
-    """What a system message says about the tools, for chat templates that do not say it themselves."""
+    """The text of a system message about the tools, for chat templates that do not write it themselves."""
     functions = [schema["function"] for schema in schemas]
     if parser == "tags":  # as short as the calls
         firsts = [next(iter(f["parameters"].get("properties", {})), "") for f in functions]
@@ -182,26 +182,26 @@ def instructions(schemas: list[dict], parser: str) -> str:
 
 
 def parser_of(cfg) -> str:
-    """--tool_parser, or for an `auto` that no chat template has settled hermes."""
+    """--tool_parser; hermes for an `auto` that no chat template has settled."""
     return "hermes" if cfg.tool_parser == "auto" else cfg.tool_parser
 
 
-def parser_for(wanted: str, processor, has_own: bool = False) -> str:
-    """The name of the parser that is used for `wanted`. has_own: the tools are an environment's, if it has any."""
+def parser_for(choice: str, processor, env_tools: bool = False) -> str:
+    """The parser for --tool_parser `choice`. env_tools: any tools are those of an environment or agent."""
     template = re.sub(r"\{#.*?#\}", "", str(processor.chat_template or ""), flags=re.DOTALL)  # without comments
-    written = next((name for mark, name in MARKS.items() if mark in template), None)
-    if own := getattr(tokenizer_of(processor), "response_template", None):
-        FORMATS["response_template"], written = own, "response_template"
-    if function_path(wanted):
-        load_function(wanted)
-        return wanted
-    known_name("--tool_parser (or file.py:function)", wanted, ["auto", *FORMATS])
-    if wanted == "auto" and (written or "tools" not in template):
-        return written or "hermes"  # of which the system message says how to call
-    if wanted == "auto" and has_own:
+    default = next((name for mark, name in MARKS.items() if mark in template), None)
+    if response_template := getattr(tokenizer_of(processor), "response_template", None):
+        FORMATS["response_template"], default = response_template, "response_template"
+    if function_path(choice):
+        load_function(choice)
+        return choice
+    known_name("--tool_parser (or file.py:function)", choice, ["auto", *FORMATS])
+    if choice == "auto" and (default or "tools" not in template):
+        return default or "hermes"  # the system message explains it
+    if choice == "auto" and env_tools:
         return "tags"
-    if wanted == "auto":
+    if choice == "auto":
         raise ConfigError("--tool_parser=auto: an unknown format of calls; give my_calls.py:read, or tags.")
-    if wanted != "tags" and written not in (None, wanted):
-        raise ConfigError(f"--tool_parser={wanted}: the chat template writes {written}; leave it out, or take tags.")
-    return wanted
+    if choice != "tags" and default not in (None, choice):
+        raise ConfigError(f"--tool_parser={choice}: the chat template writes {default}; leave it out, or take tags.")
+    return choice

@@ -1,20 +1,20 @@
-"""The parts of a chat message: what each means, for prompts, tools, environments, judges and rewards alike.
+"""The parts of a chat message, with one meaning for prompts, tools, environments, judges and rewards:
 
     "text", or {"type": "text", "text": "text"}
     {"type": "image"}                                      the next image of the row's column `image` or `images`
     {"type": "image", "image": SOURCE}                     an image of its own; url, path and base64 are other names
     {"type": "image_url", "image_url": {"url": SOURCE}}    the same in OpenAI's form; or SOURCE in place of the dict
 
-SOURCE is anything that pictures.open_image takes. What is none of these - a video, a sound, a key that nobody would
-read - is refused by name: nothing of a message is lost without a word.
+SOURCE is anything that pictures.open_image takes. Anything else - a video, a sound, an unknown key - is an error that
+names it, so that nothing of a message is lost silently.
 """
 
 from config import shorten
 
-SOURCES = ("image", "url", "path", "base64")  # keys under which an image part may bring its image
-SETTINGS = ("detail",)  # keys that are no content: OpenAI's servers alone read them
+SOURCES = ("image", "url", "path", "base64")  # keys under which an image part may have its image
+SETTINGS = ("detail",)  # keys without content, which only OpenAI's servers read
 FORMS = "text, image and image_url"
-NO_IMAGE = "[an image]"  # what a reader of text alone reads in an image's place
+NO_IMAGE = "[an image]"  # stands for an image in plain text
 
 
 class PartError(ValueError):
@@ -26,9 +26,9 @@ def text_part(text: str) -> dict:
 
 
 def parts_of(content) -> list[dict]:
-    """A message's content as parts of two kinds: {"type": "text", "text": ...}, with the keys that it has beside, and
-    {"type": "image"}, with its source as `image` if it brings one. PartError names the first part that is neither."""
-    if content is None:  # of an assistant that only calls tools
+    """A message's content as parts of two kinds: {"type": "text", "text": ...}, with any further keys, and
+    {"type": "image"}, with its source, if it has one, as `image`. PartError names the first part that is neither."""
+    if content is None:  # an assistant's message that only calls tools
         return []
     if isinstance(content, str):
         return [text_part(content)]
@@ -48,27 +48,27 @@ def read_part(part) -> dict:
         return text_part(part)
     if not isinstance(part, dict):
         raise PartError(f"is a {type(part).__name__}, {shorten(part, 80)}")
-    # Data sets fill up with None.
-    given = {key: value for key, value in part.items() if value is not None and key not in ("type", *SETTINGS)}
+    # `datasets` adds missing keys with None.
+    values = {key: value for key, value in part.items() if value is not None and key not in ("type", *SETTINGS)}
     kind = part.get("type")
-    if kind == "text" and isinstance(given.get("text"), str) and not given.keys() & {*SOURCES, "image_url"}:
-        return {"type": "text"} | given
-    if kind == "image_url" and "image_url" in given:
-        inner = given["image_url"]
-        given = {"image": inner.get("url") if isinstance(inner, dict) else inner}
-    sources = [value for key, value in given.items() if key in SOURCES and not (isinstance(value, str) and not value)]
-    if kind == "image" and given.keys() <= {*SOURCES} and len(sources) <= 1 or kind == "image_url" and sources:
+    if kind == "text" and isinstance(values.get("text"), str) and not values.keys() & {*SOURCES, "image_url"}:
+        return {"type": "text"} | values
+    if kind == "image_url" and "image_url" in values:
+        inner = values["image_url"]
+        values = {"image": inner.get("url") if isinstance(inner, dict) else inner}
+    sources = [value for key, value in values.items() if key in SOURCES and not (isinstance(value, str) and not value)]
+    if kind == "image" and values.keys() <= {*SOURCES} and len(sources) <= 1 or kind == "image_url" and sources:
         return {"type": "image", "image": sources[0]} if sources else {"type": "image"}
     raise PartError(f"is {shorten(part, 80)}")
 
 
 def text_of_parts(content) -> str:
-    """Content as a reader of text alone reads it; NO_IMAGE stands for an image."""
+    """Content as plain text, with NO_IMAGE for each image."""
     return content if isinstance(content, str) else "\n".join(part.get("text", NO_IMAGE) for part in parts_of(content))
 
 
 def in_usual_form(message: dict) -> dict:
-    """The message, a list of parts as `parts_of` gives them, any other content as it is."""
+    """The message with a list of parts in the form of `parts_of`; other content unchanged."""
     content = message.get("content")
     return message | {"content": parts_of(content)} if isinstance(content, (list, tuple)) else message
 
@@ -79,12 +79,12 @@ def transcript(messages: list[dict]) -> str:
 
 
 def without_sources(prompt):
-    """A prompt whose image parts are no more than their places, for logs: a picture is a megabyte of letters there."""
+    """The prompt for logs, its image parts without their images: each would be a megabyte of letters."""
 
-    def shown(message):
+    def stripped(message):
         if not isinstance(message, dict) or not isinstance(message.get("content"), list):
             return message
         parts = parts_of(message["content"])
         return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in parts]}
 
-    return [shown(message) for message in prompt] if isinstance(prompt, list) else prompt
+    return [stripped(message) for message in prompt] if isinstance(prompt, list) else prompt

@@ -1,7 +1,7 @@
-"""A picture, in any form in which a row, a tool, an environment or a request gives it, as upright RGB of 8 bits.
+"""Read a picture, in any form that a row, a tool, an environment or a request has it, as upright RGB of 8 bits.
 
-Trainer and server read with the same function, so both see the same pixels. What cannot be read is a PartError,
-which says why. What a server is sent is made here, too.
+Trainer and server read with the same function, so both see the same pixels. PartError says why a picture cannot be
+read. The image files for a server are also made here.
 """
 
 import base64
@@ -16,31 +16,31 @@ from PIL import Image, ImageOps
 from config import shorten
 from inputs.parts import PartError
 
-# `datasets` takes seconds, and is imported where rows are of one.
+# `datasets` takes seconds to import: only rows of a data set need it.
 
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow knows 40 more, EPS by way of a program
-MAX_PIXELS = 20_000_000  # an image; read from its header, before it is decoded. The server's limit, too
-ORIENTATION = 0x0112  # EXIF's tag: how a photograph is turned
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow reads 40 more; for EPS it runs a program
+MAX_PIXELS = 20_000_000  # per image, checked in its header before it is decoded; the server's limit as well
+ORIENTATION = 0x0112  # EXIF's tag for the rotation of a photograph
 
 
 def file_bytes(source, local_files: bool) -> bytes:
-    """The file that `source` names or holds."""
+    """The content of the file that `source` names or holds."""
     if isinstance(source, dict):
         source = source["bytes"] if source.get("bytes") is not None else source.get("path")
     if isinstance(source, str):
-        where = urlsplit(source[:8]).scheme.lower()
-        if where in ("http", "https"):
+        scheme = urlsplit(source[:8]).scheme.lower()
+        if scheme in ("http", "https"):
             remedy = "download it and give the file's path, or its content as a data: URL or base64"
             raise PartError(f"{shorten(source, 60)}: nothing is fetched; {remedy}")
-        if local_files and (where == "file" or os.path.isfile(source)):
-            source = Path(unquote(urlsplit(source).path) if where == "file" else source)
+        if local_files and (scheme == "file" or os.path.isfile(source)):
+            source = Path(unquote(urlsplit(source).path) if scheme == "file" else source)
         else:
-            try:  # with a data: URL around it or without
+            try:  # a data: URL or bare base64
                 return base64.b64decode("".join(source.rpartition("base64,")[2].split()), validate=True)
             except ValueError:
-                foreign = "; text of tools and environments never names a file, a pathlib.Path may"
-                foreign *= not local_files
-                raise PartError(f"{shorten(source, 60)} is neither a file nor base64{foreign}") from None
+                hint = "; text of tools and environments never names a file, a pathlib.Path may"
+                hint *= not local_files
+                raise PartError(f"{shorten(source, 60)} is neither a file nor base64{hint}") from None
     if isinstance(source, Path):
         return source.read_bytes()
     if not isinstance(source, (bytes, bytearray, memoryview)):
@@ -50,14 +50,14 @@ def file_bytes(source, local_files: bool) -> bytes:
 
 def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | None]:
     """(image with its header read, bytes of its file). source: PIL image, path, file: URL, bytes, base64 text or data:
-    URL, or what a data set holds undecoded: {"bytes": ..., "path": ...}. PartError, or what Pillow raises.
+    URL, or the undecoded image of a data set, {"bytes": ..., "path": ...}. PartError, or any error of Pillow.
 
-    local_files: whether text may name a file; not where it comes from a tool or an environment, which may pass on what
+    local_files: whether text may name a file. It may not in text of tools and environments, which may pass on what
     somebody else wrote.
     """
-    unread = getattr(source, "fp", None) if isinstance(source, Image.Image) else None
-    if isinstance(unread, io.BytesIO):  # opened only (`opened_value`): decoded here, it would keep its pixels for good
-        source = unread.getvalue()
+    fp = getattr(source, "fp", None) if isinstance(source, Image.Image) else None
+    if isinstance(fp, io.BytesIO):  # opened by `opened_value`: decoding it here would keep its pixels for good
+        source = fp.getvalue()
     if isinstance(source, Image.Image):
         image, data = source, None
     else:
@@ -70,29 +70,29 @@ def open_image(source, local_files: bool = True) -> tuple[Image.Image, bytes | N
 
 
 def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image, bytes]:
-    """(RGB image, upright, what is transparent over white, within --max_pixels; bytes of an image file of exactly these
-    pixels). cfg: the TrainConfig; None: in its own size. PartError if it cannot be read."""
+    """(RGB image, upright, transparency over white, within --max_pixels; bytes of an image file with exactly these
+    pixels). cfg: the TrainConfig; None keeps the size. PartError if it cannot be read."""
     try:
         image, data = open_image(source, local_files)
         image.load()
-        as_it_is = data and image.mode == "RGB" and image.getexif().get(ORIENTATION, 1) == 1
+        unchanged = data and image.mode == "RGB" and image.getexif().get(ORIENTATION, 1) == 1
         image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-            as_it_is = False
+            unchanged = False
         image = image.convert("RGB")
-        most = (cfg and cfg.max_pixels) or math.inf
-        if (scale := (most / (image.width * image.height)) ** 0.5) < 1:
-            size = (min(max(1, int(side * scale)), most) for side in image.size)  # a line cannot get thinner
-            image, as_it_is = image.resize(tuple(size), Image.Resampling.BICUBIC), False
-        if as_it_is:
+        limit = (cfg and cfg.max_pixels) or math.inf
+        if (scale := (limit / (image.width * image.height)) ** 0.5) < 1:
+            size = (min(max(1, int(side * scale)), limit) for side in image.size)  # no side below 1
+            image, unchanged = image.resize(tuple(size), Image.Resampling.BICUBIC), False
+        if unchanged:
             return image, data
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         return image, buffer.getvalue()
     except PartError:
         raise
-    except Exception as error:  # of Pillow, by format and damage: OSError, SyntaxError, struct.error, zlib.error, ...
+    except Exception as error:  # from Pillow, by format and damage: OSError, SyntaxError, struct.error, ...
         raise PartError(f"{str(error) or type(error).__name__:.300}") from error
 
 
@@ -100,7 +100,7 @@ def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image,
 
 
 def undecoded(rows, columns: list[str]):
-    """A data set whose image columns give files instead of decoded images."""
+    """The data set with image columns that return files instead of decoded images."""
     import datasets
 
     def plain(feature):
@@ -115,22 +115,22 @@ def undecoded(rows, columns: list[str]):
 
 
 def opened_value(value):
-    """An image column's value as PIL images that are opened, and decoded when they are first used. What cannot be
-    opened stays a file, and costs its row when that is drawn."""
+    """An image column's value as PIL images, opened now and decoded when they are first used. A file that cannot be
+    opened stays as it is, and costs its row when that is drawn."""
     if isinstance(value, list):
-        return [opened_value(one) for one in value]
+        return [opened_value(item) for item in value]
     if isinstance(value, dict) and value["bytes"] is None and not os.path.isfile(value["path"] or ""):
         import datasets
 
         return datasets.Image().decode_example(value)  # within an archive, or on the hub
     try:
         return None if value is None else open_image(value)[0]
-    except Exception:  # of Pillow: load_image says it
+    except Exception:  # from Pillow: load_image will report it
         return value
 
 
 def encode_image(image) -> str:
-    """A data: URL of an image file given as bytes, or of a PIL image, as PNG: the server decodes the same pixels."""
+    """A data: URL of an image file (bytes), or of a PIL image as PNG, so that the server decodes the same pixels."""
     if not isinstance(image, bytes):
         buffer = io.BytesIO()
         image.save(buffer, "PNG")

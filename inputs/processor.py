@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 
 from config import ConfigError
 
-# transformers and torch take seconds: they are imported where they are needed.
+# transformers and torch take seconds to import: the functions that need them do it.
 
 
 def takes_images(config) -> bool:
-    """Whether a model's config is one of those that take images."""
+    """Whether a model with this config takes images."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -22,7 +22,7 @@ def takes_images(config) -> bool:
 
 @contextlib.contextmanager
 def loading(model_id: str) -> Iterator[None]:
-    """ConfigError with the name of the model and what to do for what transformers' loaders raise."""
+    """Within this context, errors of transformers' loaders become ConfigError with the model's name and a remedy."""
     try:
         yield
     except ConfigError:
@@ -33,8 +33,8 @@ def loading(model_id: str) -> Iterator[None]:
             remedy = f"There is no such folder in {os.getcwd()}: give a model's, or mend the connection."
         elif os.path.isfile(f"{model_id}/adapter_config.json"):
             remedy = "It is an adapter alone: fold it into its base, and give that folder (docs/runs.md, Saving)."
-        said = str(error).strip().splitlines()[0]  # lists of all models of transformers follow
-        raise ConfigError(f"The model {model_id} cannot be loaded: {said}\n{remedy}".strip()) from error
+        first_line = str(error).strip().splitlines()[0]  # transformers' lists of all its models follow
+        raise ConfigError(f"The model {model_id} cannot be loaded: {first_line}\n{remedy}".strip()) from error
 
 
 def load_config(model_id: str):
@@ -42,27 +42,28 @@ def load_config(model_id: str):
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    if not sys.stderr.isatty():  # in a log file a progress bar of what is loaded is one long line
+    if not sys.stderr.isatty():  # in a log file a progress bar is one long line
         logging.disable_progress_bar()
     with loading(model_id):
-        return AutoConfig.from_pretrained(model_id, trust_remote_code=False)  # unset, it would ask
+        return AutoConfig.from_pretrained(model_id, trust_remote_code=False)  # by default it would ask at the terminal
 
 
-def with_template_kwargs(processor, given: dict | None):
-    """The processor, whose chat template is given these from now on. ConfigError for names that it never reads."""
-    processor.__dict__.pop("apply_chat_template", None)  # of an earlier run
-    if unknown := [name for name in given or () if name not in str(processor.chat_template)]:
+def with_template_kwargs(processor, template_kwargs: dict | None):
+    """The processor, which from now on passes these to its chat template. ConfigError for names that the template does
+    not contain."""
+    processor.__dict__.pop("apply_chat_template", None)  # an earlier run's
+    if unknown := [name for name in template_kwargs or () if name not in str(processor.chat_template)]:
         raise ConfigError(f"--chat_template_kwargs: the model's chat template has no {', '.join(unknown)}.")
-    if given:
-        processor.apply_chat_template = functools.partial(processor.apply_chat_template, **given)
+    if template_kwargs:
+        processor.apply_chat_template = functools.partial(processor.apply_chat_template, **template_kwargs)
     return processor
 
 
 @functools.cache
 def load_processor(model_id: str):
-    """The processor of text and images of a model that takes images, of others the tokenizer."""
+    """The processor of text and images of a model that takes images; of other models the tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
     kind = AutoProcessor if takes_images(load_config(model_id)) else AutoTokenizer
-    with loading(model_id):  # ImportError: a package that this model's processor alone needs, and what to install
+    with loading(model_id):  # an ImportError names the package that this processor needs
         return kind.from_pretrained(model_id)

@@ -1,4 +1,4 @@
-"""From a row to token ids: messages, the chat template, what may not become a control token.
+"""From a row to token ids: messages, the chat template, and a guard against control tokens in foreign text.
 
     row -> prompt_messages -> normal -> rendered (by the chat template) -> tokenize
     observation -> observation_text -> tokenize
@@ -18,9 +18,9 @@ from jinja2 import TemplateError
 from config import ConfigError, TrainConfig, shorten
 from inputs.parts import PartError, parts_of, text_of_parts, text_part
 
-REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # what templates raise at what they do not know
-SCHEMAS = "<tool schemas>"  # of a row that was made for the model, for its template: no column of data is called so
-END = chr(0xFFFFD)  # stands where an answer ends in a made-up conversation; see observation_text
+REFUSED = (TemplateError, TypeError, LookupError, ValueError)  # errors of templates at messages they do not know
+SCHEMAS = "<tool schemas>"  # a row's key for the schemas that its template gets; no column of a data set has this name
+END = chr(0xFFFFD)  # marks the end of the answer in a made-up conversation; see observation_text
 PLACEHOLDERS = ("image_token", "video_token", "audio_token", "boi_token", "eoi_token", "fake_image_token")
 OPENED = re.compile(r"<(\w+)>\s*(</\1>\s*)?$")
 
@@ -43,48 +43,48 @@ def prompt_messages(row: dict, system_prompt: str | None = None) -> list[dict]:
 
 
 def normal(messages: list[dict], processor, count: int = 0) -> list[dict]:
-    """Messages with content as the chat template takes it: text, or of models with images lists of parts, in which
-    {"type": "image"} stands for each. `count` images without a place of their own stand before the first user message's
-    text. PartError if there is no such message."""
+    """Messages with content in the chat template's form: text or, for models with images, lists of parts with
+    {"type": "image"} for each image. If no message has an image part, `count` images go before the text of the first
+    user message. PartError if there is no such message."""
     if not is_vision(processor):
         return [m | {"content": text_of_parts(m["content"])} if type(m.get("content")) is list else m for m in messages]
-    found, count = [], 0 if image_parts(messages) else count
+    normalised, count = [], 0 if image_parts(messages) else count
     for message in messages:
         parts = parts_of(message.get("content"))
         parts = [{"type": "image"} if part["type"] == "image" else part for part in joined_texts(parts)]
         if count and message["role"] == "user":
             parts, count = [{"type": "image"}] * count + parts, 0
-        found.append(message | {"content": parts})
+        normalised.append(message | {"content": parts})
     if count:
         raise PartError(f"`prompt` has no user message to put its {count} images into")
-    return found
+    return normalised
 
 
 def made_up(processor) -> list[dict]:
-    """A question, and an answer that is END."""
+    """A conversation of a question and the answer END."""
     return normal([{"role": "user", "content": "-"}, {"role": "assistant", "content": END}], processor)
 
 
 def image_parts(prompt) -> list[dict]:
-    """Image parts of chat messages."""
+    """The image parts of chat messages; none of a prompt that is text."""
     messages = prompt if isinstance(prompt, list) else []
     return [part for m in messages for part in parts_of(m.get("content")) if part["type"] == "image"]
 
 
 # ---- text of others: data rows, tools, environments ------------------------------------------------------------------
 
-# A tokenizer turns every "<|im_end|>" it reads into the token that ends a turn, whoever wrote it: a tool's result could
-# end its own message and go on as the assistant. So before a chat template sees foreign text, `guard` breaks the text
-# of every special token in it by a blank, "< |im_end|>". The template's own special tokens come after that.
+# A tokenizer turns every "<|im_end|>" into the token that ends a turn, whoever wrote it: a tool's result could end its
+# own message and continue as the assistant. So before a chat template gets foreign text, `guard` puts a blank into the
+# text of each special token, "< |im_end|>". The template adds its own special tokens after that.
 
 
 def tokenizer_of(processor):
-    """The text tokenizer of a processor for text and images; a tokenizer itself."""
+    """The tokenizer of a processor of text and images; a tokenizer itself."""
     return getattr(processor, "tokenizer", processor)
 
 
 def special_texts(processor) -> list[str]:
-    """Texts that the tokenizer, or the processor of images, reads as something else than text; longest first."""
+    """Texts that the tokenizer or the image processor does not read as plain text; longest first."""
     tokenizer = tokenizer_of(processor)
     texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts |= set(tokenizer.all_special_tokens)
@@ -98,26 +98,26 @@ def pattern_of(processor) -> re.Pattern:
 
 
 def guard(value, processor):
-    """Messages or tool schemas in which no text reads like a special token."""
+    """Messages or tool schemas without text that reads like a special token."""
     pattern = pattern_of(processor)
 
     def guarded(text: str) -> str:
         text = clean(text).replace(END, "\ufffd")
-        for _ in range(3):  # one may stand within another
-            text = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        for _ in range(3):  # one may contain another
+            text = pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
         return pattern.sub("\ufffd", text)
 
     return each_text(value, guarded)
 
 
 def clean(text: str) -> str:
-    """The text as valid Unicode: a pair of surrogates becomes its character, a lone half U+FFFD, which every tokenizer,
-    file and page can hold. Models write lone halves as JSON escapes, tools cut texts in the middle of an emoji."""
+    """The text as valid Unicode, which every tokenizer, file and page can hold: a pair of surrogates becomes its
+    character, a lone half U+FFFD. Lone halves come from JSON escapes of a model, and from tools that cut an emoji."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def each_text(value, function):
-    """The value with `function` applied to every text in it: in lists, tuples and dicts, their keys included."""
+    """The value with `function` applied to every text in it, in lists, tuples and dicts, including keys."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, dict):
@@ -131,27 +131,27 @@ def each_text(value, function):
 
 
 def own_schemas(row: dict) -> list[dict] | None:
-    """JSON schemas of tools in the row's column `tools`, as they are or as JSON, which its prompt shows. Names there
-    are for --tools."""
+    """The tool schemas in the row's column `tools`, a list or JSON text, which the prompt shows. None if the column
+    has names for --tools, or nothing."""
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) and tools.lstrip().startswith("[") else tools
     return tools if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools) else None
 
 
 def own_kwargs(row: dict) -> dict:
-    """The row's column `chat_template_kwargs`, as it is or as JSON."""
-    given = row.get("chat_template_kwargs") or {}
-    return json.loads(given) if isinstance(given, str) else given
+    """The row's column `chat_template_kwargs`, a dict or JSON text."""
+    value = row.get("chat_template_kwargs") or {}
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
-    """What a row with `count` images looks like before tokenisation: one placeholder an image; by the chat template,
-    with the tools and settings that columns of the row give it. PartError for what it refuses.
+    """The text of a row with `count` images before tokenisation, one placeholder per image: rendered by the chat
+    template, with the tools and settings in columns of the row. PartError if the template refuses it.
 
-    Its special tokens are the only ones: no second BOS, and none of the row's own text unless --allow_special_tokens
-    (see `guard`). A conversation that ends in an assistant message is continued, as in TRL: that text is the beginning
-    of the answer. It stands at the end as the row has it, in place of what the template begins one with: templates take
-    blanks off an answer's end, put empty thinking before it, or take its thinking away.
+    All special tokens are the template's: there is no second BOS, and none comes from the row's own text unless
+    --allow_special_tokens (see `guard`). If the last message is the assistant's, the model continues it, as in TRL. The
+    text then ends exactly as that message does, without the template's own beginning of an answer: templates strip
+    blanks from an answer's end, put empty thinking before it, or remove its thinking.
     """
     if cfg.no_apply_chat_template:
         if not isinstance(row["prompt"], str) or cfg.system_prompt is not None:
@@ -169,60 +169,60 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
     schemas, options = row.get(SCHEMAS, own_schemas(row)), own_kwargs(row)
     if not cfg.allow_special_tokens:
         messages, schemas = guard(messages, processor), guard(schemas, processor)
-    begun = text_of_parts(messages[-1].get("content")) if messages[-1]["role"] == "assistant" else ""
+    answer_start = text_of_parts(messages[-1].get("content")) if messages[-1]["role"] == "assistant" else ""
     try:
-        asked = messages[:-1] if begun else messages
-        text = render(asked, processor, schemas, add_generation_prompt=True, **options)
+        context = messages[:-1] if answer_start else messages
+        text = render(context, processor, schemas, add_generation_prompt=True, **options)
     except REFUSED as error:
         raise PartError(f"the chat template refuses this prompt: {error}") from error
-    return text.removesuffix(begun_by(text, processor)) + begun if begun else text
+    return text.removesuffix(begun_by(text, processor)) + answer_start if answer_start else text
 
 
 def begun_by(prompt: str, processor) -> str:
-    """The tag at a prompt's end with which the chat template has begun the answer: "<think>\\n" of models that always
-    think, an empty thinking of those that are told not to; mostly nothing."""
-    found = OPENED.search(prompt)
-    return found[0] if found and f"<{found[1]}>" not in special_texts(processor) else ""
+    """The beginning of the answer that the chat template has put at a prompt's end: "<think>\\n" for models that always
+    think, an empty thinking if thinking is off, mostly nothing."""
+    match = OPENED.search(prompt)
+    return match[0] if match and f"<{match[1]}>" not in special_texts(processor) else ""
 
 
 def begun_in(ids: list[int], processor, cfg: TrainConfig) -> str:
-    """What the chat template has begun the answer with that is sampled behind these tokens."""
+    """`begun_by` of a prompt's token ids."""
     tokenizer = tokenizer_of(processor)
-    # A tokenizer of somebody's own need not have the attribute.
+    # A user's own tokenizer need not have the attribute.
     if cfg.no_apply_chat_template or not getattr(tokenizer, "chat_template", None):
         return ""
     return begun_by(tokenizer.decode(ids[-16:]), processor)
 
 
 def end_ids(hf_model, processor) -> set[int]:
-    """Tokens that end an answer: the model's own, and the one with which its chat template ends a turn."""
+    """Tokens that end an answer: the model's, and the one that ends a turn in its chat template."""
     tokenizer, ids = tokenizer_of(processor), hf_model.generation_config.eos_token_id
-    found = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+    ends = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
     if not getattr(tokenizer, "chat_template", None):
-        return found
-    behind = tokenize(render(made_up(processor), processor).rpartition(END)[2], processor)
-    end = next((token for token in behind if token in tokenizer.added_tokens_decoder), None)
-    return found | ({end} - {None})
+        return ends
+    ids_after_answer = tokenize(render(made_up(processor), processor).rpartition(END)[2], processor)
+    end = next((token for token in ids_after_answer if token in tokenizer.added_tokens_decoder), None)
+    return ends | ({end} - {None})
 
 
 def with_tools(row: dict, schemas: list[dict], instructions: str, processor, system_prompt: str | None = None) -> dict:
-    """The row with its system prompt, and with SCHEMAS for its chat template or, where the template knows no tools or
-    none are given to it, with `instructions` at the end of its system message."""
+    """The row with its system prompt, and SCHEMAS for its chat template. Without schemas, or if the template does not
+    show them, `instructions` go to the end of the system message instead."""
     messages = prompt_messages(row, system_prompt)
-    shown = normal(messages, processor)
-    if schemas and render(shown, processor, None) != render(shown, processor, schemas):
+    chat = normal(messages, processor)
+    if schemas and render(chat, processor, None) != render(chat, processor, schemas):
         return row | {"prompt": messages, SCHEMAS: schemas}
     if instructions and messages[0]["role"] == "system":
-        both = [*parts_of(messages[0]["content"]), text_part(f"\n\n{instructions}")]
-        both = both if is_vision(processor) else text_of_parts(joined_texts(both))
-        messages = [messages[0] | {"content": both}, *messages[1:]]
+        content = [*parts_of(messages[0]["content"]), text_part(f"\n\n{instructions}")]
+        content = content if is_vision(processor) else text_of_parts(joined_texts(content))
+        messages = [messages[0] | {"content": content}, *messages[1:]]
     elif instructions:
         messages = prompt_messages({"prompt": messages}, instructions)
     return row | {"prompt": messages}
 
 
 def joined_texts(parts: list[dict]) -> list[dict]:
-    """Parts with those of text that follow each other as one: a special token in two halves has to be seen."""
+    """The parts, with adjacent texts joined, so that a special token in two halves is noticed."""
     joined: list[dict] = []
     for part in parts:
         if joined and part["type"] == joined[-1]["type"] == "text":
@@ -232,35 +232,35 @@ def joined_texts(parts: list[dict]) -> list[dict]:
 
 
 def render(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
-    """What the chat template writes. Of a template that does not show the role `tool`, as if a user had said what tools
-    did: in one message, as such templates often want roles to alternate. A system message that it does not show stands
-    at the beginning of the first user message."""
-    shows, said = shown_by(processor), []
-    told_as = {"tool": shows.results == "as a user", "system": not shows.system}  # by a user
-    before = None  # the role of the message before, where a user says it
+    """The text that the chat template writes. If the template does not show the role `tool`, results become one user's
+    message, since such templates often require roles to alternate. A system message that it does not show goes to the
+    beginning of the first user message."""
+    shows, messages_shown = shown_by(processor), []
+    as_user = {"tool": shows.results == "as a user", "system": not shows.system}  # whether a role becomes a user's
+    last_role = None  # of the message before, if it became a user's
     for message in messages:
-        role = message["role"] if told_as.get(message["role"]) else None
+        role = message["role"] if as_user.get(message["role"]) else None
         message = message | {"role": "user"} if role else message
-        if message["role"] == "user" and (before == "system" or before == role == "tool"):
+        if message["role"] == "user" and (last_role == "system" or last_role == role == "tool"):
             gap = [text_part("\n\n")] if is_vision(processor) else "\n\n"
-            message = message | {"content": said.pop()["content"] + gap + message["content"]}
-        said.append(message)
-        before = role
-    # Of no tools none: some templates, such as Mistral's, announce a list of them, and an empty one, too.
-    return processor.apply_chat_template(said, tools=schemas or None, tokenize=False, **options)
+            message = message | {"content": messages_shown.pop()["content"] + gap + message["content"]}
+        messages_shown.append(message)
+        last_role = role
+    # None for an empty list: some templates, such as Mistral's, would announce an empty list of tools.
+    return processor.apply_chat_template(messages_shown, tools=schemas or None, tokenize=False, **options)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a chat template shows of the messages that not every one knows."""
+    """How a chat template shows messages that not every template knows."""
 
-    system: bool
-    results: Literal["alone", "with their calls", "as a user"]  # of tools: how they have to be given to be seen
+    system: bool  # whether it shows system messages
+    results: Literal["alone", "with their calls", "as a user"]  # of tools: the form in which it shows them
 
 
 @functools.lru_cache(maxsize=16)
 def shown_by(processor) -> Shown:
-    """Found by rendering. Some templates raise at what they do not know, others leave it out without a word."""
+    """Found by rendering. At a role that they do not know, some templates raise, and others leave the message out."""
 
     def sees(*messages: dict) -> bool:
         try:
@@ -269,16 +269,16 @@ def shown_by(processor) -> Shown:
             return False
         return "seen7" in text
 
-    asked, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}
+    question, answer = {"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}
     result = {"role": "tool", "name": "f", "content": "seen7"}
-    system = sees({"role": "system", "content": "seen7"}, asked) or not sees(asked | {"content": "seen7"})
-    if sees(asked, answer, result):
+    system = sees({"role": "system", "content": "seen7"}, question) or not sees(question | {"content": "seen7"})
+    if sees(question, answer, result):
         return Shown(system, "alone")
-    return Shown(system, "with their calls" if sees(asked, *with_calls([result])) else "as a user")
+    return Shown(system, "with their calls" if sees(question, *with_calls([result])) else "as a user")
 
 
 def with_calls(messages: list[dict]) -> list[dict]:
-    """An answer with the calls that these messages of tools answer, and the messages."""
+    """An assistant's message with the calls that these results answer, and then the messages."""
     calls, answers = [], []
     for place, message in enumerate(messages):
         if message["role"] == "tool":
@@ -290,52 +290,52 @@ def with_calls(messages: list[dict]) -> list[dict]:
 
 
 def drops_thinking(messages: list[dict], processor, schemas: list[dict] | None, **options) -> bool:
-    """Whether the chat template leaves an answer's thinking out where these messages stand behind it."""
-    called_for = any(message["role"] == "tool" for message in messages)
-    answer, *behind = with_calls(messages) if called_for else [{"role": "assistant"}, *messages]
-    thought = answer | {"content": "<think>\nseen7\n</think>\n\n-"}
-    shown = [made_up(processor)[0], *normal([thought, *behind], processor)]
-    return "seen7" not in render(shown, processor, schemas, **options)
+    """Whether the chat template removes an answer's thinking when these messages follow it."""
+    has_results = any(message["role"] == "tool" for message in messages)
+    answer, *following = with_calls(messages) if has_results else [{"role": "assistant"}, *messages]
+    answer_thinking = answer | {"content": "<think>\nseen7\n</think>\n\n-"}
+    chat = [made_up(processor)[0], *normal([answer_thinking, *following], processor)]
+    return "seen7" not in render(chat, processor, schemas, **options)
 
 
 def observation_text(messages: list[dict], processor, schemas: list[dict] | None = None, **options) -> str:
-    """What the chat template writes from the end of an answer, over `messages`, to where the next answer begins.
+    """The text that the chat template writes between the end of an answer and the beginning of the next, with
+    `messages` in between.
 
-    Rendered behind a made-up conversation, so that nothing before it matters: templates add a default system prompt,
-    or take the thinking out of earlier answers.
+    It is rendered after a made-up conversation, so that the real one does not matter: templates add a default system
+    prompt, or remove the thinking of earlier answers.
     """
-    before = made_up(processor)
-    called = shown_by(processor).results == "with their calls"
-    if called := called and any(message["role"] == "tool" for message in messages):
+    preceding = made_up(processor)
+    needs_calls = shown_by(processor).results == "with their calls"
+    if needs_calls := needs_calls and any(message["role"] == "tool" for message in messages):
         answer, *messages = with_calls(messages)
-        before[1:] = normal([answer], processor)
+        preceding[1:] = normal([answer], processor)
     messages, schemas = guard(normal(messages, processor), processor), guard(schemas, processor)
-    text = render(before + messages, processor, schemas, add_generation_prompt=True, **options)
-    if not called:
+    text = render(preceding + messages, processor, schemas, add_generation_prompt=True, **options)
+    if not needs_calls:
         return text[text.rindex(END) + len(END) :]
-    same = len(os.path.commonprefix([text, render(before, processor, schemas, **options)]))  # to the end of the calls
-    added = tokenizer_of(processor).added_tokens_decoder.values()  # which no cut goes through
-    tokens = re.finditer("|".join(re.escape(str(token)) for token in added) or "(?!)", text)
-    return text[next((t.start() for t in tokens if t.start() < same < t.end()), same) :]
+    shared = len(os.path.commonprefix([text, render(preceding, processor, schemas, **options)]))  # to the calls' end
+    added_tokens = tokenizer_of(processor).added_tokens_decoder.values()  # never cut within one
+    tokens = re.finditer("|".join(re.escape(str(token)) for token in added_tokens) or "(?!)", text)
+    return text[next((t.start() for t in tokens if t.start() < shared < t.end()), shared) :]
 
 
 # ---- ids -------------------------------------------------------------------------------------------------------------
 
 
 def adds_bos(text: str, processor) -> bool:
-    """Whether a text that was rendered beforehand lacks what the tokenizer would put before it: BOS. A chat template
-    writes its own."""
+    """Whether the tokenizer has to add BOS, or whatever it puts first, to this text. A chat template writes its own."""
     tokenizer = tokenizer_of(processor)
     first = tokenizer("")["input_ids"][:1]
     return not (first and text.startswith(tokenizer.decode(first)))
 
 
 def tokenize(text: str, processor, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of a rendered text, whose special tokens are the template's."""
+    """Token ids of a rendered text, which has the template's special tokens."""
     return list(tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def prompt_ids(row: dict, tokenizer, cfg: TrainConfig) -> list[int]:
-    """Token ids of a row's prompt, up to where the model's answer begins, for models without images."""
+    """Token ids of a row's prompt, up to the beginning of the answer, for models without images."""
     text = prompt_text(row, tokenizer, cfg)
     return tokenize(text, tokenizer, cfg.no_apply_chat_template and adds_bos(text, tokenizer))

@@ -177,7 +177,7 @@ FAULTS = ["step", "late", "nan", "close"]
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
     monkeypatch.setitem(adapters.ENVIRONMENTS, "moody", Moody)
-    adapters._MADE.clear()
+    adapters._MAKERS.clear()
     results._WARNED.clear()
     Moody.made = Moody.closed = 0
     settings = dict(env="moody", tools=[], max_turns=2, num_generations=4, tool_timeout=0.5, advantage="grpo")
