@@ -1,20 +1,20 @@
-"""vLLM's own OpenAI server with our defaults, and a token on every route.
+"""vLLM's OpenAI server with our defaults, and a token on every route.
 
     python vllm_server.py --model Qwen/Qwen2.5-0.5B-Instruct [--port 8000] [--host 127.0.0.1] [--token-file FILE]
                           [--exit-with-parent] [any argument of `vllm serve`, passed through]
 
-`vllm serve` with the flags that docs/serving.md names does the same for training. What this script adds:
+Training also works with `vllm serve` and the flags that docs/serving.md names. This script adds:
 
-* A bearer token on every route (vLLM's own --api-key guards /v1 and /inference alone): `Authorization: Bearer T`, from
-  VLLM_SERVER_TOKEN, or the file that --token-file or VLLM_SERVER_TOKEN_FILE names. Without one a token is made up and
-  printed - on loopback only; any other --host wants its own.
-* The routes of sampling by token ids, of weight pushes and of adapters are switched on, log-probs are those of the
-  distribution that tokens are drawn from, and the engine of weight pushes is serving/weights.py. Ours come first, so
-  what you pass wins.
-* Settings for CPUs, where there is no GPU.
+* A bearer token on every route (vLLM's --api-key guards only /v1 and /inference): `Authorization: Bearer T`, from
+  VLLM_SERVER_TOKEN, or from the file that --token-file or VLLM_SERVER_TOKEN_FILE names. Without one, a token is made up
+  and printed, but on loopback only; any other --host needs a token of yours.
+* Defaults, which your arguments override: routes for sampling by token ids, for weight pushes and for adapters are
+  switched on, log-probs are those of the distribution that tokens are drawn from, and serving/weights.py receives the
+  weight pushes.
+* Settings for machines without a GPU.
 * One line when it is ready; all its processes end when it ends, however that happens.
 
---help shows these, --help=all vLLM's own.
+--help shows our arguments, --help=all vLLM's.
 """
 
 import argparse
@@ -35,15 +35,15 @@ import psutil
 
 from network import secrets
 
-# vLLM takes seconds, and reads the environment when it is imported: mistakes answer before that.
+# vLLM takes seconds to import, and reads the environment then: mistakes in the command line are reported before.
 
-PARENT_SECONDS = 15.0  # for an orderly end after the parent's
+PARENT_SECONDS = 15.0  # for an orderly end after the parent has ended
 
 
 class Token:
-    """ASGI middleware, the outermost: 401 for a request without the token, whatever its path."""
+    """The outermost ASGI middleware: 401 for a request without the token, whatever its path."""
 
-    token = ""  # set by main; under `vllm serve --middleware vllm_server.Token` that of VLLM_SERVER_TOKEN
+    token = ""  # set by main, or, under `vllm serve --middleware vllm_server.Token`, from VLLM_SERVER_TOKEN
 
     def __init__(self, app):
         self.app, Token.token = app, Token.token or secrets.read("VLLM_SERVER_TOKEN")
@@ -55,8 +55,8 @@ class Token:
             asyncio.get_running_loop().call_later(0.2, announce)  # the socket is opened right after this
             tell_ends_apart(scope["app"].state.engine_client)
             return await self.app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, b"Bearer " + Token.token.encode()):
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(authorization, b"Bearer " + Token.token.encode()):
             return await self.app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
@@ -67,16 +67,16 @@ class Token:
 
 
 def tell_ends_apart(engine) -> None:
-    """vLLM's server returns alike, whether it was asked to end or its engine has died: asked, it begins by stopping an
-    engine that is well."""
+    """Set STATUS to 0 for an orderly end. vLLM's server returns in the same way when its engine has died; but in an
+    orderly end it first stops an engine without errors."""
     stop = engine.shutdown
 
-    def asked(*args, **kwargs):
+    def shutdown(*args, **kwargs):
         global STATUS
         STATUS = STATUS if engine.errored else 0
         return stop(*args, **kwargs)
 
-    engine.shutdown = asked
+    engine.shutdown = shutdown
 
 
 def announce() -> None:
@@ -85,11 +85,11 @@ def announce() -> None:
 
 
 ADDRESS = ""  # set by main
-STATUS = 1  # with which this process ends
+STATUS = 1  # exit status of this process
 
 
 def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our arguments, and those for vLLM alone. `token` is "" if one is to be made up."""
+    """(our arguments, those for vLLM alone). `token` is "" if one has to be made up."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -100,22 +100,22 @@ def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when the process that started this one has ended"
     )
-    args, rest = parser.parse_known_args(argv)
+    args, vllm_args = parser.parse_known_args(argv)
     if args.token_file is not None:
         os.environ["VLLM_SERVER_TOKEN_FILE"] = args.token_file
-    given = bool({"VLLM_SERVER_TOKEN", "VLLM_SERVER_TOKEN_FILE"} & os.environ.keys())
+    has_token = bool({"VLLM_SERVER_TOKEN", "VLLM_SERVER_TOKEN_FILE"} & os.environ.keys())
     try:
         args.token = secrets.read("VLLM_SERVER_TOKEN")
     except ValueError as error:
         parser.error(str(error))
-    if given and not args.token:
+    if has_token and not args.token:
         parser.error("the token is empty; leave --token-file and VLLM_SERVER_TOKEN out to have one made up")
-    if not given and not is_loopback(args.host):
+    if not has_token and not is_loopback(args.host):
         parser.error(
             f"--host {args.host} can be reached from other machines, so it wants a token of your choice: "
             "VLLM_SERVER_TOKEN=T or --token-file FILE (or leave --host out to serve this machine only)"
         )
-    return args, rest
+    return args, vllm_args
 
 
 def is_loopback(host: str) -> bool:
@@ -126,7 +126,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_free(host: str, port: int) -> None:
-    """vLLM binds the port itself, many seconds later."""
+    """SystemExit if the port is taken: vLLM would notice only when it binds the port, many seconds later."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:
@@ -136,11 +136,11 @@ def check_free(host: str, port: int) -> None:
         ) from error
 
 
-def our_arguments(rest: list[str]) -> list[str]:
-    """vLLM's arguments by our defaults. Sets its environment, as far as the user has not."""
+def our_arguments(user_args: list[str]) -> list[str]:
+    """vLLM's arguments: our defaults, then the user's. Sets vLLM's environment variables unless the user has."""
     defaults = {
-        "VLLM_SERVER_DEV_MODE": "1",  # its routes for pausing and weights
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # and adapters
+        "VLLM_SERVER_DEV_MODE": "1",  # routes for pausing and weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # routes for adapters
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -151,7 +151,7 @@ def our_arguments(rest: list[str]) -> list[str]:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    os.environ.pop("VLLM_API_KEY", None)  # a second secret, in the same header
+    os.environ.pop("VLLM_API_KEY", None)  # it would be a second secret in the same header
     ours = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-loras", "4", "--max-lora-rank", "64"]
     ours += ["--worker-extension-cls", "serving.weights.Worker"]
     ours += ["--weight-transfer-config", json.dumps({"backend": "torch"}), "--middleware", "vllm_server.Token"]
@@ -161,15 +161,15 @@ def our_arguments(rest: list[str]) -> list[str]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        ours += ["--enforce-eager"]  # compiling costs minutes and gains little there
-        # As the trainer, utils.computable: without AVX512 products in bfloat16 take a plain loop.
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "--dtype" not in rest:
+        ours += ["--enforce-eager"]  # compiling takes minutes and gains little on CPUs
+        # Like the trainer (utils.computable): without AVX512, bfloat16 products run in a plain loop.
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "--dtype" not in user_args:
             ours += ["--dtype", "float32"]
-    return ours + rest
+    return ours + user_args
 
 
 def end_children() -> None:
-    """Kill what this process started. multiprocessing's resource tracker tidies up, and ends by itself."""
+    """Kill all child processes except multiprocessing's resource tracker, which cleans up and ends by itself."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         try:
@@ -180,7 +180,7 @@ def end_children() -> None:
 
 
 def when_parent_ends(parent: int, then) -> None:
-    """Call `then`, from a thread, within half a second of the end of the process that started this one."""
+    """Call `then`, from a thread, within half a second after the parent process has ended."""
 
     def watch():
         while os.getppid() == parent:
@@ -191,7 +191,7 @@ def when_parent_ends(parent: int, then) -> None:
 
 
 def end_orphan() -> None:
-    """As Ctrl-C ends it, but without waiting for what does not end."""
+    """End as by Ctrl-C, but wait at most PARENT_SECONDS."""
     print("vllm_server: the process that started this one has ended; ending, too", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(PARENT_SECONDS)
@@ -202,7 +202,7 @@ def leave(status: int) -> None:
     end_children()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # past compiled libraries that are unloaded in the wrong order
+    os._exit(status)  # skips the unloading of compiled libraries, whose order is wrong
 
 
 def interrupted(signum, frame) -> None:
@@ -210,8 +210,8 @@ def interrupted(signum, frame) -> None:
     leave(1)  # vLLM would wait for its engine, which is busy
 
 
-def get_ready(args: argparse.Namespace, rest: list[str]) -> None:
-    """Everything that can be refused is refused, and vLLM's command line made, before the model is loaded."""
+def get_ready(args: argparse.Namespace, vllm_args: list[str]) -> None:
+    """Check everything that can be checked before the model is loaded, and make vLLM's command line in sys.argv."""
     global ADDRESS
     if args.exit_with_parent:
         when_parent_ends(os.getppid(), end_orphan)
@@ -219,17 +219,17 @@ def get_ready(args: argparse.Namespace, rest: list[str]) -> None:
     if not args.token:
         args.token = random_numbers.token_urlsafe(24)
         print(f"vllm_server: token {args.token} (export VLLM_SERVER_TOKEN={args.token})", flush=True)
-    Token.token, secure = args.token, any(word.startswith("--ssl-certfile") for word in rest)
+    Token.token, secure = args.token, any(word.startswith("--ssl-certfile") for word in vllm_args)
     ADDRESS = f"{'https' if secure else 'http'}://{args.host}:{args.port}"
     print(f"vllm_server: loading {args.model}", flush=True)
-    place = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
-    sys.argv[1:] = our_arguments([*place, *rest])
+    basics = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
+    sys.argv[1:] = our_arguments([*basics, *vllm_args])
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, interrupted)  # by hand: a shell starts background processes with SIGINT ignored
     signal.signal(signal.SIGTERM, interrupted)
-    sys.modules["vllm_server"] = sys.modules["__main__"]  # what --middleware imports is this module, with its token
+    sys.modules["vllm_server"] = sys.modules["__main__"]  # so that --middleware imports this module, with its token
     if any(word.startswith("--help=") for word in sys.argv):
         sys.argv[1:] = our_arguments(sys.argv[1:])
     else:
@@ -238,7 +238,7 @@ def main() -> None:
 
     try:
         serve()
-    except SystemExit as error:  # of vLLM's parser: --help, an unknown argument
+    except SystemExit as error:  # from vLLM's parser: --help, an unknown argument
         leave(error.code if isinstance(error.code, int) else 1)
     except BaseException:  # vLLM's threads would hold up an exit
         traceback.print_exc()
@@ -248,7 +248,7 @@ def main() -> None:
     leave(STATUS)
 
 
-if __name__ == "__mp_main__":  # in vLLM's own processes, which outlive a server killed with -9 else
+if __name__ == "__mp_main__":  # in vLLM's own processes, which would outlive a server killed with -9
     when_parent_ends(os.getppid(), lambda: os.kill(os.getpid(), signal.SIGKILL))
 if __name__ == "__main__":
     main()
