@@ -343,7 +343,7 @@ class VLLMClient:
             self.tensors |= {name: tensor.detach().cpu().contiguous() for name, tensor in named}
             return
         named = self.convert(named)
-        announcement, tensors, under_way = wire.announced(named, self.weight_dtype), iter(named), []
+        announcement, tensors, under_way = wire.announcement(named, self.weight_dtype), iter(named), []
         calls = self._begin("POST", "/update_weights", [{"update_info": announcement}] * len(self.urls))
         for piece, places in wire.pieces(announcement["dtype_names"], announcement["shapes"], self.device):
             for place in places:

@@ -209,7 +209,7 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: Trai
     if not sources:
         return continued(prompt, sent)
     images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
-    ids, inputs = expand(text, list(images), processor, generator.rope_index, special=False)
+    ids, inputs = expand(text, list(images), processor, generator.rope_index, add_bos=False)
     for key in PER_TOKEN:
         inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
     if "position_ids" in inputs:

@@ -1,1 +1,1 @@
-"""Servers: both ends of a weight push, and how a teacher's are asked."""
+"""Servers: both ends of a weight push, and the client of a teacher's servers."""

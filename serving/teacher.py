@@ -1,12 +1,12 @@
-"""Servers of a teacher: any vLLM OpenAI server (vllm_server.py, `vllm serve`) says how likely it finds given tokens.
+"""Log-probs of given tokens from a teacher's servers, which may be any vLLM server (vllm_server.py, `vllm serve`).
 
-    teacher = TeacherServers(["http://127.0.0.1:8001"], model=None, token="...", seconds=120)
+    teacher = TeacherServers(["http://127.0.0.1:8001"], token="...", seconds=120)
     teacher.connect(tokenizer.decode, vocab_size, window=2048)          # once, before anything is trained
-    said = await teacher.score(prompt_ids + token_ids, top=20)
+    scores = await teacher.score(prompt_ids + token_ids, top=20)
 
-Token ids are asked about as they are: `prompt_logprobs`, with one token sampled and thrown away; by POST
-/v1/completions, which every server has, and with images by /inference/v1/generate (--enable-scale-out). Answers that
-cannot be used are a TeacherError; nothing is guessed. Where a server gives no answer the next one is asked.
+Requests send token ids and read `prompt_logprobs`; the one token that is sampled is thrown away. They go by POST
+/v1/completions, which every server has, or, with images, by /inference/v1/generate (--enable-scale-out). An answer that
+cannot be used is a TeacherError; nothing is guessed. If a server gives no answer, the next one is asked.
 """
 
 import asyncio
@@ -23,31 +23,31 @@ from config import ConfigError
 from inputs.pictures import encode_image
 from network import http
 
-PIECE = 1024  # tokens of the vocabulary that are compared at a time
+PIECE = 1024  # tokens of the vocabulary compared per request
 
 
 class TeacherError(RuntimeError):
-    """A teacher's server gave no usable answer: which one, what was wrong, what to do."""
+    """A teacher's server gave no usable answer. The message names the server, the fault and what to do."""
 
 
 @dataclass
-class Said:
-    """Of each token but the first. top: tokens it finds likeliest, and their log-probs, likeliest first."""
+class Scores:
+    """The teacher's log-probs at every token but the first."""
 
-    logprobs: list[float]  # [n]
-    top_ids: Tensor  # [n, k] int64
+    logprobs: list[float]  # [n], of the tokens themselves
+    top_ids: Tensor  # [n, k] int64: the likeliest tokens, likeliest first
     top_logprobs: Tensor  # [n, k]
 
 
 @dataclass
 class Server:
     url: str
-    model: str = ""  # its name there
+    model: str = ""  # the teacher's name on this server
     load: int = 0  # requests under way
 
 
 class TeacherServers:
-    """One or several servers of one teacher. model: its name there; None: the only one. seconds: for one answer."""
+    """One or several servers of one teacher. seconds: limit of one answer."""
 
     def __init__(self, urls: list[str], token: str = "", seconds: float = 600.0):
         self.servers = [Server(http.base(url)) for url in urls]
@@ -57,11 +57,12 @@ class TeacherServers:
     def connect(
         self, decode: Callable[[list[int]], str], vocab_size: int, window: int, top: int = 0, ready: float = 0.0
     ) -> None:
-        """ConfigError unless every server serves one model, by the policy's vocabulary and with room.
+        """ConfigError unless every server serves one model alone, with the policy's vocabulary and a large enough
+        window.
 
-        decode: of the policy's tokenizer, special tokens included. vocab_size: tokens it knows. window: most tokens of
-        a prompt with its completion. top: likeliest tokens that will be asked for. ready: seconds in which a server
-        that is not there yet may come.
+        decode: of the policy's tokenizer, special tokens included. vocab_size: of that tokenizer. window: most tokens
+        of a prompt with its completion. top: how many likeliest tokens will be requested. ready: seconds to wait for
+        servers that are still starting.
         """
         end = time.monotonic() + ready
         for server in self.servers:
@@ -92,7 +93,7 @@ class TeacherServers:
         return http.ask(method, server.url + path, self.seconds, body, using=self.session)
 
     def _card(self, server: Server) -> dict:
-        """Of the model that is served, at /v1/models."""
+        """The card of the served model, from /v1/models."""
         cards = {card["id"]: card for card in self._ask(server, "GET", "/v1/models").get("data", [])}
         if len(cards) != 1:
             raise ConfigError(
@@ -105,22 +106,22 @@ class TeacherServers:
 
         for start in range(0, vocab_size, PIECE):
             ids = list(range(start, min(start + PIECE, vocab_size)))
-            found = self._ask(server, "POST", "/detokenize", {"model": server.model, "tokens": ids})
-            if found.get("prompt") != decode(ids):
+            answer = self._ask(server, "POST", "/detokenize", {"model": server.model, "tokens": ids})
+            if answer.get("prompt") != decode(ids):
                 raise ConfigError(
                     f"--teacher_urls: {server.url} ({server.model}) has another vocabulary: tokens {ids[0]} to "
-                    f"{ids[-1]} do not all read as the policy's, so its log-probs would be of other texts. Take a "
+                    f"{ids[-1]} do not all have the policy's texts, so its log-probs would be of other texts. Take a "
                     "teacher of the policy's family, or train on a teacher's answers (supervised) first."
                 )
 
-    async def score(self, ids: list[int], top: int = 0, images: list | None = None, expanded: list[int] = ()) -> Said:
-        """What the teacher says of every token but the first; TeacherError if that is nothing usable, or late.
+    async def score(self, ids: list[int], top: int = 0, images: list | None = None, expanded: list[int] = ()) -> Scores:
+        """The teacher's log-probs at every token but the first; TeacherError if they are unusable or late.
 
-        images: in the order of their placeholders in `ids`, one each; expanded: `ids` as the trainer knows them,
+        images: in the order of their placeholders in `ids`, which has one for each. expanded: the trainer's ids, with
         placeholders expanded."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, self._score, ids, top, images, expanded)
 
-    def _score(self, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Said:
+    def _score(self, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Scores:
         causes = []
         for server in sorted(self.servers, key=lambda server: server.load):
             server.load += 1
@@ -135,39 +136,39 @@ class TeacherServers:
             f"--request_timeout (now {self.seconds:g} s)."
         )
 
-    def _said(self, server: Server, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Said:
+    def _said(self, server: Server, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Scores:
         if images:
             body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": top}}
             body["content_parts"] = [{"type": "image_url", "url": encode_image(image)} for image in images]
-            found = self._ask(server, "POST", "/inference/v1/generate", body | {"return_token_ids": True})
-            seen, scored, ids = found.get("prompt_token_ids"), found.get("prompt_logprobs"), list(expanded)
+            answer = self._ask(server, "POST", "/inference/v1/generate", body | {"return_token_ids": True})
+            echo, places, ids = answer.get("prompt_token_ids"), answer.get("prompt_logprobs"), list(expanded)
         else:
             body = {"model": server.model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": top, "temperature": 0}
-            found = self._ask(server, "POST", "/v1/completions", body | {"return_token_ids": True})
-            choice = (found.get("choices") or [{}])[0]
-            seen, scored = choice.get("prompt_token_ids", ids), choice.get("prompt_logprobs")
+            answer = self._ask(server, "POST", "/v1/completions", body | {"return_token_ids": True})
+            choice = (answer.get("choices") or [{}])[0]
+            echo, places = choice.get("prompt_token_ids", ids), choice.get("prompt_logprobs")
         try:
-            if seen != ids:
+            if echo != ids:
                 raise ValueError("about other tokens than it was asked about")
-            return read(ids[1:], scored[1:], top)
+            return read(ids[1:], places[1:], top)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TeacherError(
                 f"the teacher at {server.url} answered {error}; nothing of it is used. Is it a vLLM server?"
             ) from None
 
 
-def read(ids: list[int], scored: list[dict], top: int) -> Said:
-    """From vLLM's {token: {"logprob": number}} of each place: the token that stands there and the `top` likeliest.
-    ValueError for what is missing or not finite."""
+def read(ids: list[int], places: list[dict], top: int) -> Scores:
+    """The Scores in vLLM's {token: {"logprob": number}} for each place: its own token's, and the `top` likeliest.
+    ValueError if any is missing or not finite."""
     logprobs, likeliest = [], []
-    for token, given in zip(ids, scored, strict=True):
-        found = {int(name): one["logprob"] for name, one in given.items()}
-        best = sorted(found, key=found.get, reverse=True)[:top]  # with the token itself it may be one more
-        if len(best) < top:
-            raise ValueError(f"with {len(best)} likeliest tokens where {top} were asked for (its --max-logprobs?)")
-        if not all(math.isfinite(p) for p in (found[token], *map(found.get, best))):
+    for token, entry in zip(ids, places, strict=True):
+        by_token = {int(name): value["logprob"] for name, value in entry.items()}
+        top_ids = sorted(by_token, key=by_token.get, reverse=True)[:top]  # the place's own token may be one more
+        if len(top_ids) < top:
+            raise ValueError(f"with {len(top_ids)} likeliest tokens where {top} were asked for (its --max-logprobs?)")
+        if not all(math.isfinite(p) for p in (by_token[token], *map(by_token.get, top_ids))):
             raise ValueError(f"with a log-prob that is not finite for token {token}")
-        logprobs.append(float(found[token]))
-        likeliest.append([(one, found[one]) for one in best])
+        logprobs.append(float(by_token[token]))
+        likeliest.append([(id, by_token[id]) for id in top_ids])
     pairs = torch.tensor(likeliest, dtype=torch.float64).view(len(ids), top, 2)  # float64 holds any id
-    return Said(logprobs, pairs[..., 0].long(), pairs[..., 1].float())
+    return Scores(logprobs, pairs[..., 0].long(), pairs[..., 1].float())

@@ -4,9 +4,9 @@ vLLM imports this module in every worker, which registers the engine under the n
 
     vllm serve MODEL --worker-extension-cls serving.weights.Worker --weight-transfer-config '{"backend": "torch"}'
 
-A push is vLLM's own: /start_weight_update, one /update_weights a bucket beside a broadcast, /finish_weight_update.
-vLLM's layerwise reload puts the tensors in place and counts them; what it counted too little of is refused by name
-before the push is finished. The other end is VLLMClient; nothing here knows of a trainer.
+A push uses vLLM's routes: /start_weight_update, then for each bucket /update_weights and a broadcast at the same time,
+then /finish_weight_update. vLLM's layerwise reload puts the tensors in place and counts them; a push that lacks weights
+fails with their names before it is finished. VLLMClient is the other end; nothing here depends on the trainer.
 """
 
 import functools
@@ -63,18 +63,18 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self.group = self.store = None
         self.over, self.seconds = torch.device("cpu"), 60.0
-        self.loading = False  # between start and finish: layers may lie on torch's meta device
+        self.loading = False  # between start and finish: layers may be on torch's meta device
 
     def init_transfer_engine(self, info: InitInfo) -> None:
-        """Join the trainer's group; an earlier trainer's is left."""
+        """Join the trainer's group, and leave an earlier trainer's."""
         self.shutdown()
         parallel = self.parallel_config
         rank = info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         limit = timedelta(seconds=info.seconds)
         self.store = dist.TCPStore(info.address, info.port, info.world_size, is_master=False, timeout=limit)
-        mine = wire.local_address(info.address)
-        with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT sets NCCL up in a way that the trainer's end does not know
-            self.group = wire.join(self.store, rank, info.world_size, info.backend, mine, info.seconds)
+        own_address = wire.local_address(info.address)
+        with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT changes NCCL's settings; the trainer's are the usual ones
+            self.group = wire.join(self.store, rank, info.world_size, info.backend, own_address, info.seconds)
         self.over, self.seconds = self.device if info.backend == "nccl" else torch.device("cpu"), info.seconds
 
     def start_weight_update(self) -> None:
@@ -84,14 +84,15 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loading = True
 
     def update_weights(self, update_info: dict) -> None:
-        """The base class synchronises an accelerator, which CPUs lack."""
+        """Overridden since the base class synchronises an accelerator, which CPUs lack."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def receive_weights(self, info: UpdateInfo) -> None:
-        """One bucket, into the model: what has come is loaded while the rest is under way. In new memory each time, as
-        layers that wait for more of theirs keep views of it. ValueError names what has no place in the model."""
+        """Load one bucket into the model; pieces that have come are loaded while others are under way. Each bucket has
+        new memory, since layers that still wait for weights keep views of it. ValueError names a weight that has no
+        place in the model."""
         parts = list(wire.pieces(info.dtype_names, info.shapes, self.over))
         under_way = [wire.begin_broadcast(self.group, piece) for piece, _ in parts]
         names, current = iter(info.names), ""
@@ -102,7 +103,7 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 try:
                     wire.finish(work, self.seconds)
                 except BaseException:
-                    self.shutdown()  # NCCL's kernel waits on, and whatever synchronises the GPU would wait for it
+                    self.shutdown()  # else NCCL's kernel, and with it every synchronisation, would wait on
                     raise
                 for tensor in tensors:
                     current = next(names)
@@ -112,32 +113,32 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             with disable_mtp_completeness_check():
                 self.model.load_weights(one_by_one())
         except Exception as error:
-            if self.group is None:  # it did not come
+            if self.group is None:  # the piece did not come
                 raise
             shape = info.shapes[info.names.index(current)]
             raise ValueError(f"the server's model has no place for {current} {shape}: {error!r:.300}") from error
 
     def finish_weight_update(self) -> None:
-        """ValueError names layers that got less than they hold; the update stays open, and unfinished, then."""
+        """ValueError names layers that lack weights; the update then stays open."""
         if missing := missing_weights(self.model):
             names = ", ".join(missing[:8]) + " ..." * (len(missing) > 8)
             raise ValueError(f"the push left out weights of {len(missing)} layers: {names}")
         keep_buffers(self.model)
         tied = tied_layers(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
-        for layer in tied:  # on CPUs it computes with a packed copy of the shared weight, which the reload leaves as is
+        for layer in tied:  # on CPUs it has a packed copy of the shared weight, which the reload does not renew
             layer.quant_method.process_weights_after_loading(layer)
         self.loading = False
 
     def abort(self) -> None:
-        """Forget an update that will not be finished. Layers that were complete keep the new weights, the others get
-        their old ones back: the model is sound, but of no policy that ever was, until the next push."""
+        """Forget an update that will not be finished. Complete layers keep their new weights, other layers get the old
+        ones back. Until the next push the model works, but is a mixture of two policies."""
         if not self.loading:
             return
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
-                info.load_numel = info.load_numel_total = 0  # "nothing came": then the reload restores what was there
+                info.load_numel = info.load_numel_total = 0  # as if nothing came: the reload restores the old weights
                 info.loaded_weights.clear()
         finalize_layerwise_reload(self.model, self.model_config)
         self.loading = False
@@ -149,55 +150,56 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def tied_layers(model: nn.Module) -> list[nn.Module]:
-    """Output layers that got nothing because their weight is the embedding's, which came under its own name."""
-    came, waiting = set(), {}
+    """Output layers that got no weight because theirs is the embedding's, which came under the embedding's name."""
+    loaded_places, waiting_layers = set(), {}
     for layer in (layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)):
         info = get_layerwise_info(layer)
-        held = (info.kernel_tensors or [vars(layer)["_parameters"]])[0].get("weight")  # where it lies when it is used
+        weight = (info.kernel_tensors or [vars(layer)["_parameters"]])[0].get("weight")  # the memory it is used from
         if info.load_numel or not info.can_load():
-            came.add(held.data_ptr())
-        elif held is not None:
-            waiting[layer] = held.data_ptr()
-    return [layer for layer, place in waiting.items() if place in came]
+            loaded_places.add(weight.data_ptr())
+        elif weight is not None:
+            waiting_layers[layer] = weight.data_ptr()
+    return [layer for layer, place in waiting_layers.items() if place in loaded_places]
 
 
 def missing_weights(model: nn.Module) -> list[str]:
-    """Layers that still wait for weights, by the reload's own counters. Of padded vocabularies the padding never comes,
-    attention has only scales of its own."""
+    """Layers that still wait for weights, by the reload's counters. Not those of padded vocabularies, whose padding is
+    never sent, or of attention, which only has scales."""
     missing, tied = [], tied_layers(model)
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         weights = [p for key, p in layer.named_parameters(recurse=False) if key not in SKIP_LOAD_TENSORS]
-        wanted = sum(map(get_tensor_load_numel, weights))  # the reload's own total has buffers, which are not sent
-        waits = info.can_load() and info.load_numel < wanted
-        padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
-        if waits and not padded and not is_deferred_attention_layer(layer) and layer not in tied:
-            missing.append(f"{name} ({info.load_numel} of {wanted} numbers came)")
+        needed = sum(map(get_tensor_load_numel, weights))  # the reload's own total includes buffers
+        is_incomplete = info.can_load() and info.load_numel < needed
+        has_padding = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+        if is_incomplete and not has_padding and not is_deferred_attention_layer(layer) and layer not in tied:
+            missing.append(f"{name} ({info.load_numel} of {needed} numbers came)")
     return missing
 
 
 def copied(param: Tensor, loaded_weight: Tensor) -> None:
-    """A weight loader; the reload wants the names of its arguments to be vLLM's."""
+    """A weight loader, with vLLM's names of arguments, which the reload requires."""
     param.data.copy_(loaded_weight)
 
 
 def keep_buffers(model: nn.Module) -> None:
-    """No checkpoint has buffers such as an activation's constants, and the reload would leave them to chance."""
+    """Have the reload keep buffers that no checkpoint has, such as an activation's constants: it would leave them
+    uninitialised."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if not info.can_load() or not info.loaded_weights or is_deferred_attention_layer(layer):
             continue
         loaded = {name for name, _ in info.loaded_weights}
         for name, buffer in layer.named_buffers(recurse=False):
-            kept = info.kernel_tensors[1].get(name)
-            if name not in loaded and buffer.is_meta and kept is not None and kept.shape == buffer.shape:
+            old_buffer = info.kernel_tensors[1].get(name)
+            if name not in loaded and buffer.is_meta and old_buffer is not None and old_buffer.shape == buffer.shape:
                 buffer.weight_loader = copied
-                info.loaded_weights.append((name, inspect.signature(copied).bind(buffer, kept.clone())))
+                info.loaded_weights.append((name, inspect.signature(copied).bind(buffer, old_buffer.clone())))
 
 
 def pack_experts_again(model: nn.Module) -> None:
-    """Some kernels of experts, those of CPUs among them, want their weights in another order. vLLM puts them into it
-    when it loads a model, but not when it loads it again: what came would be read as if it were packed."""
+    """Repack experts' weights after each push. Some kernels, such as those for CPUs, need them in another order, which
+    vLLM establishes when it loads a model but not when it reloads it: pushed weights would be read as if packed."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
@@ -208,7 +210,7 @@ def pack_experts_again(model: nn.Module) -> None:
 
 
 def pack_once(process, experts, layer: nn.Module) -> None:
-    """`process(layer)`, and the experts' part of it if that has left it out."""
+    """`process(layer)`, and then the experts' processing if `process` left it out."""
     packed = []
     experts.process_weights_after_loading = lambda layer: packed.append(
         type(experts).process_weights_after_loading(experts, layer)
@@ -222,10 +224,10 @@ def pack_once(process, experts, layer: nn.Module) -> None:
 
 
 class Worker:
-    """What vLLM mixes into its worker; called by name over POST /collective_rpc."""
+    """Mixed into vLLM's worker; POST /collective_rpc calls its methods by name."""
 
     def describe(self) -> dict:
-        """What a trainer has to know of this server. GET /server_info lacks the model's sizes, and takes 10 s."""
+        """What a trainer needs to know about this server. GET /server_info lacks the model's sizes, and takes 10 s."""
         config = self.vllm_config
         text = config.model_config.hf_text_config
         return {

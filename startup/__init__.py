@@ -1,1 +1,1 @@
-"""How a run starts: its settings against model and rows, its generator, the first push; whose turn a shared GPU is."""
+"""How a run starts: checks of settings, model and rows; the generator; the first push; turns on a shared GPU."""

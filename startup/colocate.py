@@ -1,7 +1,7 @@
 """--colocate: the trainer and the server take turns on one GPU.
 
-The server sleeps while the trainer computes, and what is trained waits in CPU memory while the server samples. The next
-push wakes the server, which has dropped its weights.
+The server sleeps, without weights, while the trainer computes; the trainer's models are in CPU memory while the server
+samples. The next push wakes the server.
 """
 
 import torch
@@ -12,8 +12,8 @@ from startup import servers
 
 
 def home(cfg: TrainConfig, device: torch.device) -> torch.device:
-    """Where models are loaded to. With --colocate the server, which has the GPU at first, is put to sleep: what is free
-    then is what a step has."""
+    """The device to load models to. With --colocate this puts the server to sleep, which has the GPU at first, so that
+    the memory that is then free is the memory of a step."""
     if not cfg.colocate:
         return device
     servers.reach(cfg).sleep()
@@ -21,7 +21,7 @@ def home(cfg: TrainConfig, device: torch.device) -> torch.device:
 
 
 def trainers_turn(run, cfg: TrainConfig) -> None:
-    """run: train_grpo.py's."""
+    """Put the server to sleep, and move the models of `run` (train_grpo.Run) to the GPU."""
     if cfg.colocate:
         if not run.generator.asleep:
             run.generator.sleep()
@@ -29,6 +29,6 @@ def trainers_turn(run, cfg: TrainConfig) -> None:
 
 
 def servers_turn(run, cfg: TrainConfig) -> None:
-    """From the push on, which comes next."""
+    """Move the models to CPU memory; the push comes next, and wakes the server."""
     if cfg.colocate:
         move(run, torch.device("cpu"))

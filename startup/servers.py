@@ -1,4 +1,4 @@
-"""A run's generator. Servers are asked whether they serve the model, with room, and can take what is pushed."""
+"""Make a run's generator. Servers must serve the trained model, with a large enough window, and take pushes."""
 
 import functools
 import re
@@ -20,8 +20,9 @@ from vllm_client import VLLMClient
 
 
 def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: torch.device):
-    """The generator: vLLM servers, which are checked to serve this model, or a copy of it in this process. A base in 4
-    bits is not copied: the policy itself samples. One of your own has what HFGenerator (hf_generator.py) has."""
+    """The generator: vLLM servers, after a check that they serve this model, or a copy of the model in this process,
+    or, with a base in 4 bits, the policy itself. A generator of your own needs the interface of HFGenerator
+    (hf_generator.py)."""
     if cfg.generator == "vllm":
         generator = connect(cfg, hf_model, device)
     else:
@@ -38,13 +39,14 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
         else:
             generator = HFGenerator(load_hf_model(cfg, getattr(torch, cfg.compute_dtype)).to(device), processor)
     generator.tokenizer, generator.stop_token_ids = processor, sorted(prompts.end_ids(hf_model, processor))
-    generator.rope_index = rope_index_of(hf_model)  # which places of a prompt have which positions: with images
+    generator.rope_index = rope_index_of(hf_model)  # for positions of prompts with images
     router_replay.ask(generator, hf_model, cfg)  # with --router_replay it reports its experts
     return generator
 
 
 def reach(cfg: TrainConfig) -> VLLMClient:
-    """The client of --server_urls, once they are ready; with --colocate they can sleep."""
+    """The client of --server_urls, once the servers are ready. ConfigError if --colocate needs them to sleep and they
+    cannot."""
     client = VLLMClient(cfg.server_urls, cfg.server_token, None, cfg.server_timeout, cfg.request_timeout)
     if utils.is_main():
         print(f"waiting up to {cfg.server_timeout:g} s for {', '.join(cfg.server_urls)}", flush=True)
@@ -55,17 +57,17 @@ def reach(cfg: TrainConfig) -> VLLMClient:
 
 
 def connect(cfg: TrainConfig, hf_model: nn.Module, device: torch.device) -> VLLMClient:
-    """The client of --server_urls, once they serve this model and rank 0 is ready to push to them. Collective."""
+    """The client of --server_urls, checked against this model, and connected on rank 0 to push. Collective."""
     client = reach(cfg)
     infos, config = client.server_info(), hf_model.config.get_text_config()
     check_model(client.urls, infos, config, cfg.max_prompt_length + cfg.max_completion_length)
-    # A name that no other start of a run has: by it weights are told from those of an earlier run of the same name.
+    # Each start gets a name of its own, which tells its weights from those of an earlier run of the same name.
     name = re.sub(r"[^\w.-]", "-", cfg.run_name or "run", flags=re.ASCII)[:48]
     client.run = utils.gather_objects(f"{name}-{uuid.uuid4().hex[:6]}")[0]
     client.receives_weights, client.asleep = utils.is_main(), cfg.colocate  # train_grpo.py put it to sleep
     client.weight_dtype = getattr(torch, infos[0].dtype)
     client.convert = functools.partial(as_in_a_checkpoint, hf_model)
-    client.never = placeholder_tokens(hf_model.config)  # the trainer would take one for a picture
+    client.never = placeholder_tokens(hf_model.config)  # the trainer would take one for an image
     client.versions = getattr(cfg, "max_staleness", 0) + 1
     if cfg.use_peft and cfg.push_lora != "folded":
         choose_adapters(client, infos, hf_model, cfg)
@@ -77,15 +79,15 @@ def connect(cfg: TrainConfig, hf_model: nn.Module, device: torch.device) -> VLLM
 
 
 def check_model(urls: list[str], infos: list, config, window: int) -> None:
-    """Do the servers serve the model that is trained, with room for prompt and completion? Raises ConfigError."""
-    ours = (config.vocab_size, config.hidden_size, config.num_hidden_layers)
+    """ConfigError unless the servers serve the trained model, with a window for prompt and completion."""
+    trained_sizes = (config.vocab_size, config.hidden_size, config.num_hidden_layers)
     for url, info in zip(urls, infos, strict=True):
-        theirs = (info.vocab_size, info.hidden_size, info.num_layers)
-        if theirs != ours and info.vocab_size is not None:
+        served_sizes = (info.vocab_size, info.hidden_size, info.num_layers)
+        if served_sizes != trained_sizes and info.vocab_size is not None:
             what = "(vocabulary, hidden size, layers)"
             raise ConfigError(
-                f"{url} serves {info.model} with {theirs} {what}; the trainer trains {config._name_or_path} with "
-                f"{ours}. Start the server with the trainer's --model_id as its --model."
+                f"{url} serves {info.model} with {served_sizes} {what}; the trainer trains {config._name_or_path} with "
+                f"{trained_sizes}. Start the server with the trainer's --model_id as its --model."
             )
         if info.window < window:
             raise ConfigError(
@@ -95,14 +97,14 @@ def check_model(urls: list[str], infos: list, config, window: int) -> None:
 
 
 def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: TrainConfig) -> None:
-    """Have adapters alone travel, where every server can take them; on CPUs only when asked to, as vLLM samples ten
-    times slower or more with adapters there. Else LoRA is folded into the weights, which is said; ConfigError under
-    --push_lora adapters. Collective."""
-    wanted = cfg.push_lora == "adapters" or cfg.load_in
+    """Push adapters alone if every server can take them; on CPUs only if --push_lora adapters asks for it, since vLLM
+    samples at least ten times slower with adapters there. Else LoRA is folded into the weights, with a printed reason,
+    or ConfigError under --push_lora adapters. Collective."""
+    is_required = cfg.push_lora == "adapters" or cfg.load_in
     reason = why_not_alone(hf_model)
     if cfg.colocate:
         reason = "with --colocate the server drops its weights at each step, so all are pushed"
-    elif not wanted and any(None in info.gpus for info in infos):
+    elif not is_required and any(None in info.gpus for info in infos):
         reason = "the server is on CPUs, where sampling is faster that way"
     if reason is None and client.receives_weights:
         reason = client.why_no_adapters(shapes_of(hf_model))
@@ -112,5 +114,5 @@ def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: T
     if reason is not None and cfg.push_lora == "adapters":
         raise ConfigError(f"--push_lora adapters: {reason}. Or have LoRA folded into the weights: --push_lora folded.")
     if utils.is_main():
-        how = "travels as adapters alone" if reason is None else "is folded into the weights that are pushed: "
-        print(f"LoRA {how}{reason or ''}.")
+        manner = "travels as adapters alone" if reason is None else "is folded into the weights that are pushed: "
+        print(f"LoRA {manner}{reason or ''}.")

@@ -1,4 +1,4 @@
-"""Before the first step: what can be wrong is found before a process group, a GPU or a server is touched."""
+"""Before the first step: check settings and rows before a process group, a GPU or a server is touched; first push."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from startup import colocate
 def settled(
     cfg: TrainConfig, format_row: Callable[[dict], dict], load_hf_model: Callable
 ) -> tuple[TrainConfig, dict[str, Callable], object, Sequence[dict], list[dict]]:
-    """Settings with what follows from the model and the rows, reward functions, processor, training rows, held-out
-    rows. ConfigError for what cannot work. The functions are train_grpo.py's."""
-    with torch.device("meta"):  # what cannot be built is refused here
+    """(settings, with those that depend on model and rows filled in; reward functions; processor; training rows;
+    held-out rows). ConfigError if they cannot work together. format_row, load_hf_model: train_grpo.py's."""
+    with torch.device("meta"):  # finds models that cannot be built
         hf_model = load_hf_model(cfg, torch.float32)
         if cfg.router_aux_coef:
             router_replay.balance_loss(hf_model)
@@ -45,13 +45,13 @@ def settled(
 
 
 def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple[Sequence[dict], list[dict], dict]:
-    """Training rows, held-out rows and reward functions, of all domains if there are any."""
+    """Training rows, held-out rows and reward functions, over all domains."""
     rows, held_out, reward_functions = [], [], {}
     for domain in cfg.by_domain():
         with naming_domain(domain):
             training, evaluated = data.load_data(domain, format_row, cfg)
-            for found, name in ((training, "training rows"), (evaluated, "held-out rows")):
-                rollouts.look_at(found, f"{domain.prefix}{name}", processor, domain)
+            for split, name in ((training, "training rows"), (evaluated, "held-out rows")):
+                rollouts.look_at(split, f"{domain.prefix}{name}", processor, domain)
             functions = get_reward_functions(domain, data.columns_of(training if len(training) else evaluated))
             if domain.has_teacher and not cfg.eval_only:
                 teachers.connect(domain, processor, training)
@@ -62,9 +62,9 @@ def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple
 
 
 def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Callable) -> TrainConfig:
-    """Compares the policy with its plain transformers model on a text, gives the generator the weights, and compares
-    what it samples with the policy. Returns the settings, with plain rows where packed ones differ.
-    Collective. run, all_logprobs, push_weights: train_grpo.py's."""
+    """Compare the policy with its plain transformers model on a text, push the weights to the generator, and compare
+    its log-probs with the policy's. Returns the settings, with plain rows if packed rows differ. Collective.
+    run, all_logprobs, push_weights: train_grpo.py's."""
     text = agreement.trials(run.generator, unwrapped(run.policy).hf_model, cfg, itertools.chain(run.rows, run.held_out))
 
     def logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -83,6 +83,6 @@ def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Call
     dtype = run.generator.weight_dtype
     agreement.check_generator(sampled, partial(logprobs, run.policy), dtype, cfg, run.device)
     colocate.servers_turn(run, cfg)
-    if cfg.colocate:  # it has slept, and lost its weights
+    if cfg.colocate:  # the server has slept, and lost its weights
         push()
     return cfg

@@ -114,7 +114,7 @@ class Sender(VLLMClient):
 
     def send_bucket(self, named: list) -> None:
         if self.adapter is None:
-            told = wire.announced(named, self.weight_dtype)
+            told = wire.announcement(named, self.weight_dtype)
             list(wire.pieces(told["dtype_names"], told["shapes"], named[0][1].device))
 
     def finish_push(self, version: int) -> None:

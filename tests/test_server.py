@@ -498,7 +498,7 @@ def test_both_ends_cut_a_bucket_alike(monkeypatch, size, count):
     monkeypatch.setattr(wire, "PIECE", size)
     torch.manual_seed(0)
     sent = [("a", torch.randn(3, 5)), ("b", torch.randn(7)), ("c", torch.arange(3)), ("d", torch.randn(2, 1).half())]
-    told = json.loads(json.dumps(wire.announced(sent, torch.bfloat16)))
+    told = json.loads(json.dumps(wire.announcement(sent, torch.bfloat16)))
     names = told.pop("names")
     here, there = (list(wire.pieces(**told, device=torch.device("cpu"))) for _ in range(2))
     for place, (_, tensor) in zip(sum((places for _, places in here), []), sent, strict=True):
