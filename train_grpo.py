@@ -206,7 +206,7 @@ def train(
             if cfg.ref_sync_steps and (step + 1) % cfg.ref_sync_steps == 0:
                 move_towards(run.reference, policy, cfg.ref_sync_alpha)
         if step == run.first:
-            checkpoints.kept(run.memory)  # warns at once of values that no checkpoint can save
+            checkpoints.memory_bytes(run.memory)  # warns at once of values that no checkpoint can save
         metrics["num_tokens"] += state["num_tokens"]  # this step's (rollout_metrics) and all before it
         state |= {"num_tokens": metrics["num_tokens"], "beta": cfg.beta, "entropy_coef": cfg.entropy_coef}
         if logs:

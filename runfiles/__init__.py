@@ -1,1 +1,1 @@
-"""The files of a run folder: what may stand in them, how they are read, and what they say of the run."""
+"""The files of a run folder: their text, reading them back, and advice on the run."""

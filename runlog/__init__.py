@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, completions, what trackers get."""
+"""What a run records: metrics, completions, tokens; and its trackers."""

@@ -1,4 +1,4 @@
-"""How much of a GPU a step takes: `memory/peak_gb` and `perf/tflops`, logged where there is one."""
+"""How much of a GPU a step uses: `memory/peak_gb` and `perf/tflops`, which are logged on GPUs."""
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -13,11 +13,11 @@ from modeling.model import experts_of
 
 
 def sizes(model: nn.Module) -> tuple[float, float, int]:
-    """Of a transformers model that is not sharded: parameters that a token is multiplied with, those of them that are
-    trained, and the width of attention (heads x size of a head, summed over the layers).
+    """(parameters that a token is multiplied with, the trained ones among them, width of attention: heads x size of a
+    head, summed over the layers) of a transformers model without shards.
 
-    Without an input embedding that the output layer does not share: it is looked up. Of the experts of a mixture, what
-    num_experts_per_tok of them have.
+    An input embedding that the output layer does not share is not counted, since it is looked up. Of the experts of a
+    mixture, num_experts_per_tok count.
     """
     config = model.config.get_text_config()
     experts, chosen = experts_of(config)
@@ -33,7 +33,7 @@ def sizes(model: nn.Module) -> tuple[float, float, int]:
 
 
 def size_of(make_policy: Callable[[], nn.Module], device: torch.device) -> tuple[float, float, int] | None:
-    """`sizes` of what make_policy makes without values; None without a GPU."""
+    """`sizes` of a policy that make_policy builds without values; None without a GPU."""
     if device.type != "cuda":
         return None
     with torch.device("meta"):
@@ -41,18 +41,18 @@ def size_of(make_policy: Callable[[], nn.Module], device: torch.device) -> tuple
 
 
 def update_flops(sizes: tuple[float, float, int], groups: Iterable[tuple[int, list[int]]], shared: bool) -> float:
-    """Floating-point operations of one pass over some groups, forward and backward: 6 x parameters x tokens where all
-    are trained, and those of attention (PaLM, arXiv 2204.02311, appendix B).
+    """Floating-point operations of one pass over some groups, forward and backward: 6 x parameters x tokens if all
+    parameters are trained, plus those of attention (PaLM, arXiv 2204.02311, appendix B).
 
-    A token costs 2 operations a parameter forward, 2 backward to what is before it, and 2 for the gradient of each
-    parameter that is trained. A query costs 4 operations per key and unit of attention's width forward and 8 backward;
-    its keys are its own token and those before it, without regard to windows.
+    A token costs 2 operations per parameter forward, 2 backward to its inputs, and 2 for the gradient of each trained
+    parameter. A query costs 4 operations per key and unit of attention's width forward, and 8 backward; its keys are
+    its own token and those before it, regardless of windows.
 
-    Counted are the tokens of every completion, tools' and environments' answers included, and those of its prompt: once
-    a group where prompts are `shared`, else once a completion. As is usual for model FLOPs, what is computed a second
-    time is not counted (recomputed activations, a prompt cut over several micro-batches), and padding is not.
+    All tokens of completions count, including answers of tools and environments. Those of a prompt count once per group
+    if prompts are `shared`, else once per completion. As is usual for model FLOPs, repeated work does not count
+    (recomputed activations, a prompt cut over several micro-batches), nor does padding.
 
-    sizes: of the function above. groups: the length of a prompt and those of its completions.
+    sizes: from the function above. groups: (length of a prompt, lengths of its completions) each.
     """
     parameters, trained, width = sizes
     tokens = pairs = 0.0
@@ -64,11 +64,10 @@ def update_flops(sizes: tuple[float, float, int], groups: Iterable[tuple[int, li
 
 
 def metrics(size, trajectories: list[Trajectory], cfg: TrainConfig, seconds: float, device) -> dict[str, float]:
-    """The largest memory of any rank's GPU in this step, in GB, and the mean rate of the ranks' updates, in TFLOP/s; {}
-    without GPUs.
+    """The largest memory of any rank's GPU since the last call, in GB, and the mean rate of the ranks' updates, in
+    TFLOP/s; {} without GPUs.
 
-    size: of `size_of`. trajectories: this rank's, those of a group adjacent. seconds: of the
-    update. A step's peak begins where this was called last.
+    size: from `size_of`. trajectories: this rank's, those of a group adjacent. seconds: of the update.
     """
     if size is None:
         return {}

@@ -1,15 +1,15 @@
-"""What a run keeps of every token: ids, per-token numbers, and the vocabulary that makes text of them.
+"""A run's record of every token: ids, per-token numbers, and the vocabulary that turns ids into text.
 
-Columns of completions/step_N.parquet, a list each as long as token_ids; a number that is not known is null:
+Columns of completions/step_N.parquet, lists of the length of token_ids; unknown numbers are null:
 
     token_ids                int32   everything after the prompt, which is prompt_ids
     tokens/trained           bool    in the loss
-    tokens/version           int32   policy version that sampled it, of several in a turn the oldest; 0 if not sampled
-    tokens/sampler_logprob   half    as it was sampled
+    tokens/version           int32   policy version that sampled it (the turn's oldest); 0 if not sampled
+    tokens/sampler_logprob   half    the generator's, when it was sampled
     tokens/advantage         half
-    tokens/logprob           half    the trainer's, in the last pass of the step's updates that saw it, and
-    tokens/entropy           half    the entropy of the distribution it was drawn from
-    tokens/teacher_logprob   half    a teacher's, where one was asked
+    tokens/logprob           half    the trainer's, in the last pass of the step's updates that had it
+    tokens/entropy           half    of the distribution it was drawn from, in the same pass
+    tokens/teacher_logprob   half    a teacher's, if there is one
     tokens/weight            half    minus the derivative of the update's loss by its log-prob, times its loss tokens
 """
 
@@ -30,18 +30,18 @@ def half(values) -> np.ndarray:
 
 
 def token_columns(trajectories: list, batch=None) -> list[dict]:
-    """The columns above of each trajectory. batch: what was made of them, updated; without one, as in an evaluation,
-    nothing is known but what sampling left."""
+    """The columns above of each trajectory. batch: the trajectories' batch after the update; None, as in an evaluation:
+    only columns from sampling."""
     from batch import collate  # here, so that a run folder can be written without torch
 
     batch = batch or collate(trajectories, 0, "cpu")
-    known = {"trained": (batch.loss_mask > 0).cpu().numpy()}  # [B, T] each
+    columns = {"trained": (batch.loss_mask > 0).cpu().numpy()}  # [B, T] each
     if batch.advantages is not None:
-        known["advantage"] = half(batch.advantages)
+        columns["advantage"] = half(batch.advantages)
     if batch.teacher_logprobs is not None:
-        known["teacher_logprob"] = half(batch.teacher_logprobs)
+        columns["teacher_logprob"] = half(batch.teacher_logprobs)
     if batch.record is not None:
-        known |= {name: half(getattr(batch.record, name)) for name in ("weight", "logprob", "entropy")}
+        columns |= {name: half(getattr(batch.record, name)) for name in ("weight", "logprob", "entropy")}
     ids, sampler = batch.input_ids.int().cpu().numpy(), half(batch.sampling_logprobs)
     versions = batch.versions.int().cpu().numpy()
     rows = []
@@ -49,7 +49,7 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
         start, end = len(t.prompt_ids), len(t.prompt_ids) + len(t.token_ids)
         sampled = np.array(t.loss_mask, bool)
         row = {"prompt_ids": ids[number, :start], "token_ids": ids[number, start:end]}
-        row |= {f"tokens/{name}": values[number, start:end] for name, values in known.items()}
+        row |= {f"tokens/{name}": values[number, start:end] for name, values in columns.items()}
         for name in {"tokens/teacher_logprob"} & row.keys():
             row[name] = np.where(sampled, row[name], np.float16(np.nan))
         row["tokens/sampler_logprob"] = np.where(sampled, sampler[number, start:end], np.float16(np.nan))
@@ -61,8 +61,8 @@ def token_columns(trajectories: list, batch=None) -> list[dict]:
 
 
 def write_vocabulary(run_dir: Path, processor) -> None:
-    """vocabulary.parquet: id, piece (bytes of UTF-8; of a byte-level BPE perhaps part of a character), special. The
-    pieces of a text's ids, joined, are the text; sentencepiece models may put a space before it."""
+    """Write vocabulary.parquet: id, piece (UTF-8 bytes; in a byte-level BPE perhaps part of a character), special. The
+    joined pieces of a text's ids are the text; sentencepiece models may put a space before it."""
     path = Path(run_dir) / "vocabulary.parquet"
     if path.exists():  # a resumed run
         return
@@ -76,16 +76,16 @@ def write_vocabulary(run_dir: Path, processor) -> None:
 
 
 def reader(tokenizer) -> Callable[[str], bytes]:
-    """A function from a token, as the vocabulary spells it, to the bytes it stands for."""
+    """A function from a token's spelling in the vocabulary to its bytes."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is not None and b'"ByteLevel"' in decoder.__getstate__():  # JSON
         table = {character: byte for byte, character in bytes_to_unicode().items()}
 
-        def byte_level(token: str) -> bytes:  # an added token is spelled as it is
-            whole = all(character in table for character in token)
-            return bytes(table[character] for character in token) if whole else token.encode("utf-8", "replace")
+        def byte_level(token: str) -> bytes:  # added tokens have their plain spelling
+            is_byte_level = all(character in table for character in token)
+            return bytes(table[character] for character in token) if is_byte_level else token.encode("utf-8", "replace")
 
         return byte_level
 

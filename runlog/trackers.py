@@ -1,4 +1,4 @@
-"""Trackers besides the run folder: wandb, tensorboard, trackio, swanlab, mlflow. Each gets what metrics.jsonl gets."""
+"""Trackers besides the run folder: wandb, tensorboard, trackio, swanlab, mlflow. They get metrics.jsonl's lines."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from config import ConfigError, public_config, require
 from runfiles.reading import is_own, readable_prompt
 from runfiles.storable import visible
 
-# Trackers are optional packages, imported where one is opened.
+# Trackers are optional packages, imported when one is opened.
 
-# It asks for a pillow below ours, and works with ours (requirements-optional.txt).
+# trackio requires an older pillow than ours, but works with ours (requirements-optional.txt).
 TRACKIO = "--no-deps trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 brotli==1.2.1"
 TEXT = 2000  # characters of a prompt or completion in a tracker; the run folder has all of it
 SHOWN, NUMBERS = ("prompt", "completion", "finish_reason"), ("reward", "advantage", "length")
-PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # for all but tensorboard
+PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # of all trackers but tensorboard
 
 
 @dataclass
@@ -30,12 +30,12 @@ class Tracker:
 
 
 def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list[Tracker]:
-    """One for each name in `cfg.report_to`."""
+    """A Tracker for each name in `cfg.report_to`."""
     return [TRACKERS[name](cfg, run_dir, resume_step) for name in cfg.report_to]
 
 
 def check_trackers(cfg, run_dir: Path) -> None:
-    """ConfigError where one cannot work: said before a model is loaded."""
+    """ConfigError, before a model is loaded, if a tracker cannot work."""
     for name in cfg.report_to:
         require(name, f"--report_to {name}", TRACKIO if name == "trackio" else None)
     if "wandb" not in cfg.report_to:
@@ -51,10 +51,10 @@ def check_trackers(cfg, run_dir: Path) -> None:
 
 
 def table_of(rows: list[dict]) -> dict[str, list]:
-    """{column: its cells} of some completions: texts, scores, and what reward functions gave to log_extra, as text."""
+    """{column: its cells} of some completions: texts, scores, and values of log_extra as text."""
     names = dict.fromkeys(["prompt", "completion", *NUMBERS, *chain(*rows)])
-    shown = [name for name in names if name in (*SHOWN, *NUMBERS) or name.startswith("rewards/") or is_own(name)]
-    return {name: [cell(name, row) for row in rows] for name in shown}
+    columns = [name for name in names if name in (*SHOWN, *NUMBERS) or name.startswith("rewards/") or is_own(name)]
+    return {name: [cell(name, row) for row in rows] for name in columns}
 
 
 def cell(name: str, row: dict) -> float | str | None:
@@ -62,17 +62,17 @@ def cell(name: str, row: dict) -> float | str | None:
     if value is None or name in NUMBERS or name.startswith("rewards/"):
         return None if value is None else float(value)
     text = readable_prompt(value) if name == "prompt" else str(value)
-    if name == "completion" and row.get("turns"):  # all of them, with what answered
+    if name == "completion" and row.get("turns"):  # all turns, with their observations
         text = "\n".join("\n".join([turn["text"], *turn["observation"]]) for turn in json.loads(row["turns"]))
     return visible(text if len(text) <= TEXT else f"{text[:TEXT]} ... ({len(text) - TEXT} more characters)")
 
 
-def known_numbers(line: dict) -> dict:
+def finite_numbers(line: dict) -> dict:
     return {name: value for name, value in line.items() if name != "step" and value is not None}
 
 
-def kept_id(run_dir: Path, tracker: str) -> str:
-    """Under which a resumed run is the same run there."""
+def stored_id(run_dir: Path, tracker: str) -> str:
+    """The id that makes a resumed run the same run in this tracker."""
     path = run_dir / f"{tracker}_id.txt"
     if not path.exists():
         path.write_text(secrets.token_hex(10), encoding="utf-8")
@@ -82,9 +82,9 @@ def kept_id(run_dir: Path, tracker: str) -> str:
 def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     import wandb
 
-    how = dict(project=PROJECT, name=run_dir.name, id=kept_id(run_dir, "wandb"), resume="allow", dir=run_dir)
-    run = wandb.init(**how, config=public_config(cfg))
-    # Our own step on the x axis: wandb's only ever grows, and a resumed run goes back to its checkpoint.
+    options = dict(project=PROJECT, name=run_dir.name, id=stored_id(run_dir, "wandb"), resume="allow", dir=run_dir)
+    run = wandb.init(**options, config=public_config(cfg))
+    # Our own step is the x axis: wandb's cannot go back, as a resumed run does to its checkpoint.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
 
@@ -107,7 +107,7 @@ def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     writer = SummaryWriter(run_dir / "tensorboard", purge_step=None if resume_step is None else resume_step + 1)
 
     def write(line: dict) -> None:
-        for name, value in known_numbers(line).items():
+        for name, value in finite_numbers(line).items():
             writer.add_scalar(name, value, line["step"])
         writer.flush()
 
@@ -115,11 +115,11 @@ def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
 
 
 def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
-    """On this machine, where trackio keeps its projects (TRACKIO_DIR); `trackio show --project NAME` is its page."""
+    """Data stays on this machine, in TRACKIO_DIR; `trackio show --project NAME` shows it."""
     import trackio
 
-    how = dict(project=PROJECT, name=run_dir.name, resume="allow")
-    run = trackio.init(**how, config=public_config(cfg), embed=False, auto_log_cpu=False, auto_log_gpu=False)
+    options = dict(project=PROJECT, name=run_dir.name, resume="allow")
+    run = trackio.init(**options, config=public_config(cfg), embed=False, auto_log_cpu=False, auto_log_gpu=False)
 
     def completions(step: int, rows: list[dict]) -> None:
         import pandas
@@ -127,23 +127,23 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
         run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(table_of(rows)))}, step=step)
 
     return Tracker(
-        lambda line: run.log(known_numbers(line), step=line["step"]), lambda report: trackio.finish(), completions
+        lambda line: run.log(finite_numbers(line), step=line["step"]), lambda report: trackio.finish(), completions
     )
 
 
 def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
-    """SWANLAB_MODE=local or offline keeps the data in the run folder; there a resumed run is a new one."""
+    """SWANLAB_MODE=local or offline keeps the data in the run folder; a resumed run is then a new run."""
     import swanlab
 
-    how = dict(project=PROJECT, experiment_name=run_dir.name, logdir=str(run_dir / "swanlab"))
+    options = dict(project=PROJECT, experiment_name=run_dir.name, logdir=str(run_dir / "swanlab"))
     if os.environ.get("SWANLAB_MODE", "cloud") == "cloud":
-        how |= dict(id=kept_id(run_dir, "swanlab"), resume="allow")
-    run = swanlab.init(**how, config=public_config(cfg))
-    return Tracker(lambda line: run.log(known_numbers(line), step=line["step"]), lambda report: swanlab.finish())
+        options |= dict(id=stored_id(run_dir, "swanlab"), resume="allow")
+    run = swanlab.init(**options, config=public_config(cfg))
+    return Tracker(lambda line: run.log(finite_numbers(line), step=line["step"]), lambda report: swanlab.finish())
 
 
 def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
-    """MLFLOW_TRACKING_URI says where; by default ./mlruns or what mlflow takes."""
+    """Data goes to MLFLOW_TRACKING_URI; by default to ./mlruns, or to mlflow's own choice."""
     import mlflow
 
     mlflow.set_experiment(PROJECT)
@@ -151,11 +151,11 @@ def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
     run = mlflow.start_run(run_id=run_id, run_name=None if run_id else run_dir.name)
     id_file.write_text(run.info.run_id, encoding="utf-8")
-    if run_id is None:  # a parameter is set once
+    if run_id is None:  # parameters can be set only once
         mlflow.log_params({name: str(value)[:500] for name, value in public_config(cfg).items()})
 
     def write(line: dict) -> None:  # mean@4 is mean_4: names have letters, digits and _-. :/
-        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in known_numbers(line).items()}
+        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in finite_numbers(line).items()}
         mlflow.log_metrics(metrics, step=line["step"])
 
     def completions(step: int, rows: list[dict]) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints: written, read, and a run that goes on from one."""
+"""Checkpoints: writing, reading, resuming."""

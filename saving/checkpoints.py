@@ -1,14 +1,14 @@
-"""Checkpoints: an ordinary `from_pretrained` folder each, with `trainer/` in it to resume from.
+"""Checkpoints: each is an ordinary `from_pretrained` folder, with `trainer/` in it to resume from.
 
     checkpoints/step_N/
-        model*.safetensors  config.json  tokenizer ...   the policy as it is served, LoRA folded in. Of a base in 4 bits
-                                                         the adapter alone, as PEFT's: adapter_model.safetensors
+        model*.safetensors  config.json  tokenizer ...   the policy, LoRA folded in; with a base in 4 bits the adapter
+                                                         alone, in PEFT's format: adapter_model.safetensors
         trainer/state/                                   sharded weights and optimizer, by torch.distributed.checkpoint
         trainer/rank_R.pt                                random state of rank R, and its `memory` (after_rollout)
-        trainer/state.json                               step, counters, and what the run was trained with (resume.py)
+        trainer/state.json                               step, counters, and the run's settings (resume.py)
 
-Training waits for it. The folder is called incomplete_step_N until all of it is there. To resume is to unpickle, which
-can run code: resume from what your own runs wrote.
+Training waits while one is written. The folder is called incomplete_step_N until it is complete. Resuming unpickles
+files, which can run code: resume only from checkpoints of your own runs.
 """
 
 import copy
@@ -47,9 +47,9 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def steps_saved(run_dir: Path) -> list[int]:
-    """Steps of the complete checkpoints, ascending. A half-written one still has its other name and is not seen."""
+    """Steps of the complete checkpoints, ascending."""
     folders = [path for path in Path(run_dir).glob("checkpoints/step_*") if path.is_dir()]
-    return sorted(int(found[1]) for path in folders if (found := re.fullmatch(r"step_(\d+)", path.name)))
+    return sorted(int(match[1]) for path in folders if (match := re.fullmatch(r"step_(\d+)", path.name)))
 
 
 def last_step(run_dir: Path) -> int:
@@ -65,12 +65,12 @@ def rank() -> int:
 
 
 def train_state(modules: dict, new: Iterable[str] = ()) -> dict:
-    """Sharded state of {name: (module, optimizer)} for torch.distributed.checkpoint. Of a module with an optimizer what
-    is trained; without one, all of it. new: names whose optimizer has made no update, and so has no state."""
+    """Sharded state of {name: (module, optimizer)} for torch.distributed.checkpoint: the trained weights of a module,
+    or all its weights if it has no optimizer. new: names whose optimizer has made no update, and so has no state."""
     state = {}
     for name, (module, optimizer) in modules.items():
         options = StateDictOptions(ignore_frozen_params=optimizer is not None)
-        # Weights in 4 bits are left out, their scales are not.
+        # Weights in 4 bits are frozen and so left out; their scales have to be left out here.
         packed = [n.removeprefix("module.") for n, p in module.named_parameters() if not p.is_floating_point()]
         scales = tuple(f"{name}." for name in packed)
         weights = get_model_state_dict(module, options=options)
@@ -81,29 +81,29 @@ def train_state(modules: dict, new: Iterable[str] = ()) -> dict:
 
 
 def without_update(modules: dict) -> set[str]:
-    """Names whose optimizer has made no update: on any rank, which may have no part of what has been updated."""
-    new = [name for name, (_, optimizer) in modules.items() if optimizer is not None and not optimizer.state]
-    return set.intersection(*map(set, utils.gather_objects(new)))
+    """Names whose optimizer has made no update on any rank; on some ranks it may have no part of the weights."""
+    without_state = [name for name, (_, optimizer) in modules.items() if optimizer is not None and not optimizer.state]
+    return set.intersection(*map(set, utils.gather_objects(without_state)))
 
 
 def save_checkpoint(
     run_dir: Path, step: int, modules: dict, hf_model, buckets: Iterable, tokenizer, state: dict, memory: dict,
     keep: int, adapter=None,
 ) -> Path:  # fmt: skip
-    """Write checkpoints/step_N: modules["policy"] for `from_pretrained`, and the state of all {name: (module, its
-    optimizer or None)} in `trainer/`. Collective; an error on one rank is raised on all.
+    """Write checkpoints/step_N: the policy for `from_pretrained`, and in `trainer/` the state of all modules, {name:
+    (module, its optimizer or None)}. Collective; an error on one rank is raised on all.
 
-    run_dir: a folder that all ranks see. buckets: lists of (name, full tensor) of the policy, an iterable that all
-    ranks walk in step; rank 0 holds all of them in CPU memory. state: plain JSON values that come back from
-    `load_checkpoint`; memory: what `after_rollout` fills. keep: so many checkpoints stay. adapter: PEFT's config of the
-    adapter that the buckets are, in place of all weights.
+    run_dir: a folder that all ranks see. buckets: lists of (name, full tensor) of the policy; all ranks iterate over
+    them together, and rank 0 collects all tensors in CPU memory. state: JSON values, which `load_checkpoint` returns.
+    memory: the dict that `after_rollout` fills. keep: number of checkpoints to keep. adapter: PEFT's config, if the
+    buckets have an adapter rather than all weights.
     """
     final = folder_of(run_dir, step)
     partial = final.with_name(f"incomplete_{final.name}")
     weights: dict[str, torch.Tensor] = {}
 
     def begin() -> None:
-        clear(run_dir)  # before anything is written: where the disk was full, its room is needed
+        clear(run_dir)  # first, since its space is needed if the disk was full
         (partial / "trainer").mkdir(parents=True)
 
     def complete() -> None:
@@ -123,7 +123,7 @@ def save_checkpoint(
     together(begin, final, main=True)
     for bucket in buckets:
         weights |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket if utils.is_main()}
-    together(lambda: torch.save(own_state(memory), partial / f"trainer/rank_{rank()}.pt"), final)
+    together(lambda: torch.save(rank_state(memory), partial / f"trainer/rank_{rank()}.pt"), final)
     tensors = train_state(modules, without_update(modules))
     together(lambda: dcp.save(tensors, checkpoint_id=partial / "trainer/state"), final)
     together(complete, final, main=True)
@@ -131,12 +131,13 @@ def save_checkpoint(
 
 
 def together(action: Callable[[], None], final: Path, main: bool = False) -> None:
-    """Do it, on rank 0 only if `main`; an error is raised on every rank. final: the checkpoint."""
+    """Call `action` on all ranks, or with `main` on rank 0 alone; an error is raised on every rank, and names the
+    checkpoint `final`."""
     error = None
     try:
         if utils.is_main() or not main:
             action()
-    except (Exception, dcp.api.CheckpointException) as caught:  # the second is no Exception
+    except (Exception, dcp.api.CheckpointException) as caught:  # the latter is a BaseException
         clear(final.parent.parent)
         free = shutil.disk_usage(final.parent).free / 2**30
         error = RuntimeError(
@@ -149,44 +150,43 @@ def together(action: Callable[[], None], final: Path, main: bool = False) -> Non
 
 
 def clear(run_dir: Path) -> None:
-    """Away with what a process that ended was writing."""
-    for half in Path(run_dir).glob("checkpoints/incomplete_*"):
-        shutil.rmtree(half, ignore_errors=True)
+    """Remove the incomplete checkpoints of processes that have ended."""
+    for folder in Path(run_dir).glob("checkpoints/incomplete_*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
-    """By another name: what is half removed when the process is killed must not look like a checkpoint."""
+    """Rename the folder, then remove it, so that it never looks like a checkpoint, even if the process is killed."""
     if folder.exists():
-        os.replace(folder, away := folder.with_name(f"incomplete_removed_{folder.name}"))
-        shutil.rmtree(away)
+        os.replace(folder, renamed := folder.with_name(f"incomplete_removed_{folder.name}"))
+        shutil.rmtree(renamed)
 
 
-def kept(memory: dict) -> bytes:
-    """after_rollout's dict as a file: the same bytes on all ranks where they have the same in it, which a plain pickle
-    of tensors has not. ValueError now, and not at the end of a run, if it cannot be written."""
+def memory_bytes(memory: dict) -> bytes:
+    """The dict of after_rollout as bytes, which unlike those of a plain pickle of tensors are equal for equal dicts.
+    ValueError, here rather than at the end of a run, if it cannot be written."""
     file = io.BytesIO()
     try:
         torch.save(memory, file)
         return file.getvalue()
-    except Exception as error:  # pickling runs code of whatever class it meets
+    except Exception as error:  # pickling runs the code of any class
         raise ValueError(
             f"`memory` of after_rollout holds what a checkpoint cannot keep ({text_of(error):.200}): give it tensors, "
             "numbers, texts, trajectories, and lists, sets and dicts of them."
         ) from error
 
 
-def own_state(memory: dict) -> dict:
-    """What a checkpoint has of this rank alone."""
+def rank_state(memory: dict) -> dict:
+    """The part of a checkpoint that belongs to this rank."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "memory": kept(memory)}
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "memory": memory_bytes(memory)}
 
 
 def save_model(path: Path, hf_model, processor, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """An ordinary `from_pretrained` folder. weights: the model's, whole; None: those that it has in this process.
+    """Write an ordinary `from_pretrained` folder. weights: full tensors; None: those of the model in this process.
 
-    Of the settings it has what the model's own files say, not what this run has changed for itself, as dropout. Many
-    published models have settings of generation that transformers reads with a warning and `save_pretrained` refuses;
-    they are nobody's mistake here.
+    Its config is that of the model's own files, without this run's changes, such as dropout. Generation settings are
+    written past `save_pretrained`, which refuses those of many published models.
     """
     dtype = max(weights.values(), key=torch.Tensor.numel).dtype if weights else hf_model.dtype
     generation, hf_model.generation_config = hf_model.generation_config, GenerationConfig()
@@ -204,7 +204,7 @@ def save_model(path: Path, hf_model, processor, weights: dict[str, torch.Tensor]
 
 
 def read_state(run_dir: Path, step: int) -> dict:
-    """What `save_checkpoint` was given as `state`, and the step."""
+    """The `state` of `save_checkpoint`, and the step."""
     folder = folder_of(run_dir, step)
     try:
         state = json.loads((folder / "trainer/state.json").read_text(encoding="utf-8"))
@@ -222,23 +222,23 @@ REMEDY = "Move it away to go on from the checkpoint before it, if there is one."
 
 
 def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict) -> dict:
-    """Put weights, optimizers, random state and memory back where `save_checkpoint` took them; returns its `state`."""
+    """Restore weights, optimizers, random state and memory from `save_checkpoint`; returns its `state`."""
     folder, counters = folder_of(run_dir, step), read_state(run_dir, step)
-    settings = {name: own_settings(optimizer) for name, (_, optimizer) in modules.items() if optimizer is not None}
+    settings = {name: group_settings(optimizer) for name, (_, optimizer) in modules.items() if optimizer is not None}
     try:
         reader = dcp.FileSystemReader(folder / "trainer/state")
-        # Optimizers keep no state of what never had a gradient; torch makes one for each when it is asked for theirs.
+        # Optimizers have no state for weights that never had a gradient, but torch makes one for each.
         saved = {key.rpartition(".")[0] for key in reader.read_metadata().state_dict_metadata}
         state = train_state(modules)
         for name, parts in state.items():
             if "optimizer" in parts:
                 moments = parts["optimizer"]
-                there = {key: v for key, v in moments["state"].items() if f"{name}.optimizer.state.{key}" in saved}
-                moments["state"] = there
-                if not there:  # saved before its first update
+                known = {key: v for key, v in moments["state"].items() if f"{name}.optimizer.state.{key}" in saved}
+                moments["state"] = known
+                if not known:  # saved before its first update
                     del parts["optimizer"]
         dcp.load(state, storage_reader=reader)
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:  # the first is no Exception
+    except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:  # the first is a BaseException
         raise ConfigError(
             f"--resume: {folder} does not fit this run, or is damaged. It needs the model, --use_peft, --lora_r, "
             f"--lora_targets and --optim it was saved with. {REMEDY} {str(error)[-600:]}"
@@ -252,23 +252,23 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict) -> di
             set_optimizer_state_dict(module, optimizer, state[name]["optimizer"], options=options)
         else:
             optimizer.state.clear()
-        for group, own in zip(optimizer.param_groups, settings[name], strict=True):
-            group.update(own)
-    load_own(folder, memory)
+        for group, group_setting in zip(optimizer.param_groups, settings[name], strict=True):
+            group.update(group_setting)
+    load_rank_state(folder, memory)
     return counters
 
 
-def load_own(folder: Path, memory: dict) -> None:
-    """Random state and memory of this rank. One that is new has a random state of its own, and the memory of rank 0 if
-    all ranks had the same."""
+def load_rank_state(folder: Path, memory: dict) -> None:
+    """Restore random state and memory of this rank. A rank that the saved run did not have keeps its random state, and
+    gets the common memory if all ranks had the same."""
     files = sorted(folder.glob("trainer/rank_*.pt"))
-    mine = folder / f"trainer/rank_{rank()}.pt"
-    if mine in files:
-        own = torch.load(mine, weights_only=False)
-        torch.set_rng_state(own["torch"])
-        random.setstate(own["python"])
-        if len(own["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(own["cuda"])
+    own_file = folder / f"trainer/rank_{rank()}.pt"
+    if own_file in files:
+        state = torch.load(own_file, weights_only=False)
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        if len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])
     else:
         memories = {torch.load(file, weights_only=False)["memory"] for file in files}
         if len(memories) > 1:
@@ -276,12 +276,12 @@ def load_own(folder: Path, memory: dict) -> None:
                 f"--resume: the {len(files)} ranks that saved {folder} had different `memory` (after_rollout), so a "
                 "new rank has none. Resume on as many, or fill it alike on all (utils.gather_objects) in a new run."
             )
-        own = {"memory": memories.pop()}
-    memory.update(torch.load(io.BytesIO(own["memory"]), weights_only=False))
+        state = {"memory": memories.pop()}
+    memory.update(torch.load(io.BytesIO(state["memory"]), weights_only=False))
 
 
-def own_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each group what the optimizer was made with, but for the learning rate, which each update sets: that of this
-    run holds. What else is in a group may be the optimizer's state."""
-    ours = {*inspect.signature(type(optimizer).__init__).parameters, "lr_scale"} - {"params", "lr"}
-    return [{name: value for name, value in group.items() if name in ours} for group in optimizer.param_groups]
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The arguments of the optimizer in each of its groups, which this run's settings decide and not the checkpoint's;
+    without the learning rate, which each update sets. Other entries of a group may be the optimizer's state."""
+    arguments = {*inspect.signature(type(optimizer).__init__).parameters, "lr_scale"} - {"params", "lr"}
+    return [{name: value for name, value in group.items() if name in arguments} for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
-"""How a run takes its folder, and what is said where a resumed run differs from the one that made the checkpoint.
+"""A run takes its folder, and a resumed run reports how it differs from the run that made the checkpoint.
 
-Compared are settings, number of ranks, rows (one digest), files with code of yours and package versions. A difference
-is said and training goes on.
+It compares settings, the number of ranks, rows (by a digest), your code files and package versions. Differences are
+printed, and training continues.
 """
 
 import hashlib
@@ -14,21 +14,21 @@ from config import ConfigError, TrainConfig, public_config
 from runlog.log import claim_run, code_files, package_versions
 from saving import checkpoints
 
-# These change where and how a run goes on, but nothing that is sampled or learned.
+# Settings that do not change what is sampled or learned.
 FREE = (
     "resume run_name output_dir server_urls server_token server_timeout "
     "request_timeout push_bucket_mb dist_timeout save_steps save_total_limit log_steps "
     "log_completions print_samples_every colocate logprob_diff_limit report_to "
     "num_epochs eval_only preset"
 ).split()
-COMPARED = 1000  # rows, at equal distances, that the digest is of
+COMPARED = 1000  # rows, at equal distances, in the digest
 
 
 def begin(cfg: TrainConfig, rows, held_out):
-    """Take the run folder and look whether the run can go on there; nothing in it is changed. Collective.
+    """Take the run folder and check that the run can continue there; nothing in it is changed. Collective.
 
-    Returns the folder's lock (rank 0's, to be held), the steps that are done, and what the run is made with, for its
-    checkpoints. An error on one rank ends all.
+    Returns the folder's lock (rank 0's, to be held), the number of steps done, and the `fingerprint` for checkpoints.
+    An error on one rank ends all.
     """
     made_with = fingerprint(cfg, rows, held_out)
     check_same(made_with)
@@ -46,13 +46,13 @@ def begin(cfg: TrainConfig, rows, held_out):
     except (ConfigError, OSError) as caught:
         error = caught
     utils.raise_together(error, "Taking the run folder")
-    check_seen(run_dir)
+    check_visible(run_dir)
     return lock, utils.gather_objects(start)[0], made_with
 
 
 def fingerprint(cfg: TrainConfig, rows, held_out) -> dict:
-    """What is compared, as JSON values."""
-    free = {*FREE} - ({"save_steps"} if cfg.push_steps > 1 else set())  # before a checkpoint weights are pushed
+    """All that a resumed run is compared by, as JSON values."""
+    free = {*FREE} - ({"save_steps"} if cfg.push_steps > 1 else set())  # a checkpoint comes with a push
     settings = {name: value for name, value in flat(public_config(cfg)).items() if name not in free}
     return {
         "settings": settings,
@@ -65,49 +65,51 @@ def fingerprint(cfg: TrainConfig, rows, held_out) -> dict:
 
 
 def flat(settings: dict) -> dict:
-    """With what domains have of their own as settings, too."""
-    listed = settings.get("domains", ())
-    own = {f"domain {entry['name']}: {key}": value for entry in listed for key, value in entry.items() if key != "name"}
-    return {name: value for name, value in settings.items() if name != "domains"} | own
+    """The settings, with those of each domain on the same level."""
+    parts = settings.get("domains", ())
+    extra = {
+        f"domain {entry['name']}: {key}": value for entry in parts for key, value in entry.items() if key != "name"
+    }
+    return {name: value for name, value in settings.items() if name != "domains"} | extra
 
 
 def digest(rows) -> str:
-    """How many rows there are, and what some of them ask, in their order. Other rows, or another order, show in it."""
-    found = hashlib.sha256(str(len(rows)).encode())
+    """A digest of the number of rows and of some rows in their order; it changes with the rows and with their order."""
+    sha = hashlib.sha256(str(len(rows)).encode())
     columns = [name for name in ("prompt", "seed", "answer") if name in getattr(rows, "column_names", ())]
     rows = rows.select_columns(columns) if columns else rows  # no images are read
     for place in range(0, len(rows), -(-len(rows) // COMPARED) or 1):
         row = rows[place]
-        known = {name: row.get(name) for name in ("prompt", "seed", "answer")}
-        found.update(json.dumps(known, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
-    return found.hexdigest()
+        columns_of_row = {name: row.get(name) for name in ("prompt", "seed", "answer")}
+        sha.update(json.dumps(columns_of_row, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
+    return sha.hexdigest()
 
 
-def check_same(mine: dict) -> None:
-    """ConfigError naming a rank with other settings, rows or code than rank 0. Each reads its own command line, code
-    and data, so nodes can differ, and ranks would wait for each other or train other weights. Collective."""
+def check_same(made_with: dict) -> None:
+    """ConfigError naming a rank with other settings, rows or code than rank 0. Nodes may differ in these, and their
+    ranks would then wait for each other, or train different weights. Collective."""
 
     def comparable(made: dict) -> dict:
-        places = {n for n, v in made["settings"].items() if "/" in str(v)}  # paths may be a node's own
-        settings = {name: value for name, value in made["settings"].items() if name not in places}
+        path_settings = {n for n, v in made["settings"].items() if "/" in str(v)}  # a node may have its own paths
+        settings = {name: value for name, value in made["settings"].items() if name not in path_settings}
         files = {f"the file {Path(path).name}": value for path, value in made["files"].items()}
         return settings | files | {name: made[name] for name in ("rows", "held-out rows")}
 
-    first, *others = utils.gather_objects(comparable(mine))
+    first, *others = utils.gather_objects(comparable(made_with))
     for rank, other in enumerate(others, 1):
         if names := [name for name in first if name in other and other[name] != first[name]]:
-            shown = ", ".join(f"{name} {str(other[name])[:60]} and not {str(first[name])[:60]}" for name in names[:8])
+            diff = ", ".join(f"{name} {str(other[name])[:60]} and not {str(first[name])[:60]}" for name in names[:8])
             raise ConfigError(
-                f"rank {rank} has other settings, rows or code than rank 0: {shown}. Start all nodes alike, with the "
+                f"rank {rank} has other settings, rows or code than rank 0: {diff}. Start all nodes alike, with the "
                 "same files. A function of rows must give all ranks the same: shuffle by its argument `seed`, and list "
                 "no set() without sorting it."
             )
 
 
-def check_seen(run_dir: Path) -> None:
-    """ConfigError naming the ranks that do not see the run folder, which rank 0 has made. Collective."""
+def check_visible(run_dir: Path) -> None:
+    """ConfigError naming the ranks that do not see the run folder of rank 0. Collective."""
     ranks = utils.gather_objects((socket.gethostname(), run_dir.is_dir()))
-    if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(ranks) if not seen]:
+    if blind := [f"rank {rank} on {host}" for rank, (host, is_visible) in enumerate(ranks) if not is_visible]:
         raise ConfigError(
             f"--output_dir={run_dir.parent}: {', '.join(blind[:8])} see(s) no run folder {run_dir.resolve()} of rank "
             f"0 on {ranks[0][0]}. All ranks write checkpoints to it: give a folder that every node has mounted."
@@ -115,25 +117,25 @@ def check_seen(run_dir: Path) -> None:
 
 
 def differences(state: dict, now: dict, cfg: TrainConfig) -> list[str]:
-    """A line for each thing that is not as it was. state: the checkpoint's."""
+    """A line for each difference. state: the checkpoint's."""
     saved, lines = state["made_with"], []
     if saved["ranks"] != now["ranks"]:
-        fewer = "; `memory` of after_rollout on ranks that are gone is forgotten" * (saved["ranks"] > now["ranks"])
-        lines.append(f"ranks {saved['ranks']} -> {now['ranks']}: other random numbers and orders of sums{fewer}")
-    old, new = public_config(type(cfg)()) | saved["settings"], now["settings"]  # one that came later was its default
+        note = "; `memory` of after_rollout on ranks that are gone is forgotten" * (saved["ranks"] > now["ranks"])
+        lines.append(f"ranks {saved['ranks']} -> {now['ranks']}: other random numbers and orders of sums{note}")
+    old, new = public_config(type(cfg)()) | saved["settings"], now["settings"]  # a new setting had its default
     for name in {**new, **saved["settings"]}:
-        longer = name == "max_steps" and cfg.lr_schedule == "constant" and not 0 < (cfg.warmup_steps or 0) < 1
-        if old.get(name) != new.get(name) and not longer:
+        extends = name == "max_steps" and cfg.lr_schedule == "constant" and not 0 < (cfg.warmup_steps or 0) < 1
+        if old.get(name) != new.get(name) and not extends:
             lines.append(f"{name} {old.get(name)} -> {new.get(name)}")
     if saved["rows"] != now["rows"]:
-        lines.append("the rows changed, or their order: of the pass over them that is under way some repeat or miss")
+        lines.append("the rows changed, or their order: this pass over them will repeat some and miss others")
     if saved["held-out rows"] != now["held-out rows"]:
-        lines.append("the held-out rows changed: evaluations before and after do not compare")
-    changed = [path for path, value in now["files"].items() if saved["files"].get(path, value) != value]
-    lines += [f"{path} changed: rewards, rows or rules may differ from those before" for path in changed]
+        lines.append("the held-out rows changed: evaluations before and after are not comparable")
+    changed_files = [path for path, value in now["files"].items() if saved["files"].get(path, value) != value]
+    lines += [f"{path} changed: rewards, rows or rules may differ from those before" for path in changed_files]
     packages = {**saved["versions"], **now["versions"]}
-    moved = [name for name in packages if saved["versions"].get(name) != now["versions"].get(name)]
-    return lines + [f"{name} {saved['versions'].get(name)} -> {now['versions'].get(name)}" for name in moved]
+    changed_packages = [name for name in packages if saved["versions"].get(name) != now["versions"].get(name)]
+    return lines + [f"{name} {saved['versions'].get(name)} -> {now['versions'].get(name)}" for name in changed_packages]
 
 
 def say(lines: list[str], name: str, start: int) -> None:

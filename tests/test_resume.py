@@ -229,8 +229,8 @@ def test_memory_comes_back_and_what_no_checkpoint_can_keep_is_said_at_once(tmp_p
     memory = {"t": Trajectory({"prompt": "a"}, 3, [1], [2, 3, 4], [1] * 3, [-0.5] * 3, [1.0] * 3, info=info)}
     memory |= {"mean": np.mean([1, 2]), "solved": np.bool_(True), "none": np.zeros(0)}
     (tmp_path / "trainer").mkdir()
-    torch.save(checkpoints.own_state(memory), tmp_path / "trainer/rank_0.pt")
-    checkpoints.load_own(tmp_path, back := {})
+    torch.save(checkpoints.rank_state(memory), tmp_path / "trainer/rank_0.pt")
+    checkpoints.load_rank_state(tmp_path, back := {})
     assert repr(back) == repr(memory) and type(back["mean"]) is np.float64
     with pytest.raises(ValueError, match="what a checkpoint cannot keep"):
-        checkpoints.kept({"f": lambda: 0})
+        checkpoints.memory_bytes({"f": lambda: 0})
