@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from looking.runs import Run, plain
 from looking.told import described
 from runfiles import samples
-from runfiles.storable import whole
+from runfiles.storable import replacing
 
 PAGE = Path(__file__).parent / "page"
 TOKENS = 2000  # of a trajectory
@@ -70,7 +70,7 @@ def write_report(folder: Path) -> Path | None:
     scripts = f'<script type="application/json" id="inlined">{answers}</script><script>{charts}</script>'
     scripts += f'<script type="importmap">{imports}</script><script type="module">{START}</script>'
     page = page.replace("</body>", f"{scripts}</body>")
-    with whole(folder / "report.html") as path:
+    with replacing(folder / "report.html") as path:
         path.write_text(page, encoding="utf-8")
     return folder / "report.html"
 

