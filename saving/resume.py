@@ -67,9 +67,7 @@ def fingerprint(cfg: TrainConfig, rows, held_out) -> dict:
 def flat(settings: dict) -> dict:
     """The settings, with those of each domain on the same level."""
     parts = settings.get("domains", ())
-    extra = {
-        f"domain {entry['name']}: {key}": value for entry in parts for key, value in entry.items() if key != "name"
-    }
+    extra = {f"domain {part['name']}: {key}": value for part in parts for key, value in part.items() if key != "name"}
     return {name: value for name, value in settings.items() if name != "domains"} | extra
 
 
