@@ -1,1 +1,1 @@
-"""Agents, programs of others that ask the model by OpenAI's API, and what they asked as trajectories."""
+"""Agents: programs of others that call the model by OpenAI's API, whose calls become trajectories."""

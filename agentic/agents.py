@@ -1,16 +1,16 @@
-"""Agents: programs with a loop, tools and a memory of their own, which ask the model by OpenAI's API (recorder.py).
+"""Agents: programs with their own loop, tools and memory, which call the model by OpenAI's API (recorder.py).
 
     --agent my_agent.py:run                         # async def run(row, endpoint) -> reward; plain functions, too
     --agent "python solve.py --task {row_file}"     # any command
 
-A function gets the row and an Endpoint, and returns the reward, {"reward": ..., other numbers to log}, or None, where
---reward_funcs look at what was recorded. It has --agent_timeout seconds, and costs its trajectory if it raises or is
-late. A thread cannot be ended: what is late goes on without an answer from the model (safety/calls.py).
+A function gets the row and an Endpoint, and returns the reward, {"reward": ..., other numbers to log}, or None if
+--reward_funcs score what was recorded. If it raises, or takes over --agent_timeout seconds, its trajectory is left out.
+A thread cannot be ended: a late function keeps running, but gets no more answers from the model (safety/calls.py).
 
-A command finds the model in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, its row as JSON in the file that
-{row_file} stands for, and works in a temporary folder of its own; words that name files beside the trainer become
-absolute paths. When it ends, or its time is over, all that it has started is killed. Its exit status and the last
-line that it printed are trajectory.info["agent"], {"status": 0, "last_line": "42"}.
+A command finds the model in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and its row as JSON in the file that
+{row_file} stands for. It runs in a temporary folder of its own; words that name files in the trainer's folder become
+absolute paths. When it ends, or its time is over, all processes that it has started are killed. Its exit status and the
+last line that it printed are trajectory.info["agent"], {"status": 0, "last_line": "42"}.
 """
 
 import asyncio
@@ -38,20 +38,20 @@ from safety.results import plain
 class Endpoint:
     """The model, for a client of OpenAI's API."""
 
-    base_url: str  # up to and with /v1
+    base_url: str  # ends in /v1
     api_key: str  # of this trajectory alone
     model: str
-    trajectory_so_far: Callable[[], Trajectory | None]  # what was recorded; None before the first answer
+    trajectory_so_far: Callable[[], Trajectory | None]  # the recorded part; None before the first answer
 
 
 def check_agent(cfg: TrainConfig) -> None:
-    """ConfigError for an agent that is not there, or settings that it cannot work with."""
-    own = ("env", "tools", "mcp_config", "teacher_urls", "teacher_prompt", "system_prompt", "no_apply_chat_template")
-    for flag in own:
+    """ConfigError if there is no such agent, or for settings that it cannot work with."""
+    flags = ("env", "tools", "mcp_config", "teacher_urls", "teacher_prompt", "system_prompt", "no_apply_chat_template")
+    for flag in flags:
         if getattr(cfg, flag):
             raise ConfigError(
-                f"--agent {cfg.agent} --{flag}: an agent brings its own tools and chat messages, which no teacher's "
-                "server is told; leave one of the two out."
+                f"--agent {cfg.agent} --{flag}: an agent brings its own tools and chat messages, which a teacher's "
+                "server does not get; leave one of the two out."
             )
     if function_path(cfg.agent):
         load_function(cfg.agent)
@@ -68,7 +68,7 @@ def check_agent(cfg: TrainConfig) -> None:
 
 
 async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory:
-    """One trajectory of the agent. TrajectoryError if it fails; what is wrong with the generator is raised as it is."""
+    """One trajectory of the agent. TrajectoryError if it fails; errors of the generator are raised unchanged."""
     async with places(asyncio.get_running_loop(), "agents", cfg.agent_concurrency):
         conversation = Conversation(row, generator, cfg)
         key = recorder().open(conversation)
@@ -79,22 +79,22 @@ async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory
             await asyncio.wait({working, conversation.fault}, return_when=asyncio.FIRST_COMPLETED)
             if conversation.fault.done():
                 conversation.fault.result()
-            returned, about = await working
+            result, outcome = await working
         finally:
             recorder().close(key)
             working.cancel()
             await asyncio.wait({working})
     trajectory = conversation.trajectory(group)
     if trajectory is None:
-        said = f"; it printed last: {about['last_line']}" if about.get("last_line") else ""
-        raise TrajectoryError(f"--agent {cfg.agent} ended without an answer from the model{said}", row)
-    trajectory.info |= {"agent": about} | rewarded(returned, trajectory.info["turns"], row, cfg)
+        hint = f"; it printed last: {outcome['last_line']}" if outcome.get("last_line") else ""
+        raise TrajectoryError(f"--agent {cfg.agent} ended without an answer from the model{hint}", row)
+    trajectory.info |= {"agent": outcome} | rewarded(result, trajectory.info["turns"], row, cfg)
     return trajectory
 
 
-def rewarded(returned, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
-    """Puts the reward that the agent returned at its last answer, as the reward `environment` reads it."""
-    numbers = dict(returned) if isinstance(returned, dict) else {"reward": returned}
+def rewarded(result, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
+    """Store the agent's reward in its last turn, where the reward function `environment` finds it."""
+    numbers = dict(result) if isinstance(result, dict) else {"reward": result}
     reward = numbers.pop("reward", None)
     if reward is None and cfg.reward_funcs == ["environment"]:
         raise TrajectoryError(f"--agent {cfg.agent} returned no reward; return a number, or give --reward_funcs", row)
@@ -102,18 +102,18 @@ def rewarded(returned, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
         turns[-1]["reward"] = read_score(reward) or 0.0
     except (TypeError, ValueError, OverflowError):
         form = 'a number, {"reward": a number, ...} or None'
-        raise TrajectoryError(f"--agent {cfg.agent} returned {shorten(returned)}; return {form}", row) from None
+        raise TrajectoryError(f"--agent {cfg.agent} returned {shorten(result)}; return {form}", row) from None
     return {"metrics": numbers, "unscored": reward is None}
 
 
 async def run_function(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
-    given = {"row": row, "endpoint": endpoint}
-    how = f"--agent {cfg.agent}", row, plain, "--agent_timeout"
-    return await limited(load_function(cfg.agent), given, cfg.agent_timeout, *how), {}
+    arguments = {"row": row, "endpoint": endpoint}
+    details = f"--agent {cfg.agent}", row, plain, "--agent_timeout"
+    return await limited(load_function(cfg.agent), arguments, cfg.agent_timeout, *details), {}
 
 
 async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
-    """(None, its exit status and last line)"""
+    """(None, the command's exit status and last line)"""
     folder = Path(tempfile.mkdtemp(prefix="agent-"))
     try:
         (folder / "row.json").write_text(json.dumps(row, default=str), encoding="utf-8")
@@ -123,13 +123,13 @@ async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
         env = os.environ | {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key}
         env |= {"OPENAI_MODEL": endpoint.model}
         with open(folder / "output", "wb") as out:
-            how = dict(stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-            process = await asyncio.create_subprocess_exec(*words, cwd=folder / "work", env=env, **how)
+            options = dict(stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(*words, cwd=folder / "work", env=env, **options)
         try:
             status = await asyncio.wait_for(process.wait(), cfg.agent_timeout)
         except TimeoutError:
-            late = f"--agent {cfg.agent} took over {cfg.agent_timeout:g} s (--agent_timeout)"
-            raise TrajectoryError(f"{late}; it printed last: {last_line(folder / 'output')}", row) from None
+            fault = f"--agent {cfg.agent} took over {cfg.agent_timeout:g} s (--agent_timeout)"
+            raise TrajectoryError(f"{fault}; it printed last: {last_line(folder / 'output')}", row) from None
         finally:
             await asyncio.to_thread(end_all, endpoint.api_key)
             await process.wait()
@@ -141,23 +141,23 @@ async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
 
 
 def end_all(key: str) -> None:
-    """Kill every process that has the key in its environment: what an agent has started, and what that has left behind
-    when it ended, in sessions of its own, too."""
+    """Kill every process that has the key in its environment: those that an agent started, even if it has ended, or
+    they are in other sessions."""
 
     def holds(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+        with contextlib.suppress(psutil.Error):  # the process has ended, or is another user's
             return process.environ().get("OPENAI_API_KEY") == key
         return False
 
-    while found := [process for process in psutil.process_iter() if holds(process)]:
-        for process in found:
+    while processes := [process for process in psutil.process_iter() if holds(process)]:
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(found, timeout=1)
+        psutil.wait_procs(processes, timeout=1)
 
 
-def last_line(path: Path, most: int = 2000) -> str:
+def last_line(path: Path, limit: int = 2000) -> str:
     with open(path, "rb") as file:
         file.seek(max(path.stat().st_size - 64 * 1024, 0))
         lines = file.read().decode(errors="replace").split("\n")
-    return next((line.strip()[-most:] for line in reversed(lines) if line.strip()), "")
+    return next((line.strip()[-limit:] for line in reversed(lines) if line.strip()), "")
