@@ -1,27 +1,27 @@
-"""Generation and training at the same time: what it adds to train_grpo.py, which has the rest.
+"""Generation and training at the same time, on top of train_grpo.py.
 
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
     CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct
 
-The server samples while the trainer updates. What it samples are groups, the completions of a prompt: --in_flight of
-them are under way, and a step takes the first `prompts_per_step` that have ended, the oldest of those first. None is
-waited for because it was drawn earlier:
+The server samples while the trainer updates. It samples groups, the completions of a prompt: --in_flight groups are
+under way, and a step takes `prompts_per_step` groups that have ended, the oldest first. It does not wait for a group
+because that began earlier:
 
     server    | a a a a a a | d d d d d d d |           two groups a step, --in_flight 3: b and c end before a, and
               | b b | e e e e e e | g g ...             make step 0; step 1 takes a and e
               | c c c c | f f f f f f f |
     trainer              step 0: b c      step 1: a e
 
-A push does not end what is under way: those sequences go on with the new weights. So a group may begin up to
-`max_staleness` versions before the one that it is trained with, and end with later ones (where LoRA adapters travel
-alone, --push_lora, with the one it began with). What is older than that is ended, and not trained on: `async/dropped`
-counts such groups. Their prompts begin anew, once; `async/never_trained` says how many were dropped again. These are
-the slow ones; docs/async.md says what that does to what is learned. The ratio of trainer and sampling policy is
-corrected token by token, by the log-probs of sampling (--correction).
+A push does not end sequences that are under way: they continue with the new weights (if LoRA adapters are pushed alone,
+--push_lora, with the old ones). A group may begin up to `max_staleness` versions before the version that it is trained
+with. An older group is cancelled and not trained on: `async/dropped` counts these. Its prompt begins once more;
+`async/never_trained` is the share of prompts that were dropped again. These are the slow prompts, and docs/async.md
+describes the effect on learning. The ratio of trainer and sampling policy is corrected for each token, by the log-probs
+of sampling (--correction).
 
-Rewards, tools and environments run in the background, too. Checkpoints keep the prompts of what is under way: a resumed
-run begins these anew, each once. With --max_staleness 0 steps are those of train_grpo.py. To use it with a copy of
-train_grpo.py, copy this file, too, and write the copy's name wherever `train_grpo` stands in it.
+Rewards, tools and environments also run in the background. Checkpoints keep the prompts of groups under way, and a
+resumed run begins each of them again. With --max_staleness 0 steps are those of train_grpo.py. To use it with a copy of
+train_grpo.py, copy this file as well, and replace `train_grpo` in it by the copy's name.
 """
 
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
@@ -29,7 +29,7 @@ train_grpo.py, copy this file, too, and write the copy's name wherever `train_gr
 from config import ConfigError, knobs_of, parse_args
 
 
-class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there is one here, too
+class TrainConfig(knobs_of("train_grpo")):  # includes any knobs that you add there
     first_run = f"{knobs_of('train_grpo').first_run} --max_staleness 0"
 
     # --- overlap ---
@@ -53,7 +53,7 @@ from train_grpo import Collector, Run, collect, last_token, sample_rows, setting
 
 
 def check(cfg: TrainConfig) -> None:
-    """ConfigError for settings that cannot overlap, before anything is loaded."""
+    """ConfigError, before anything is loaded, for settings that allow no overlap."""
     if cfg.max_staleness and cfg.generator == "hf":
         raise ConfigError(
             f"--max_staleness={cfg.max_staleness} --generator hf: the trainer's own process samples, so nothing can "
@@ -64,11 +64,11 @@ def check(cfg: TrainConfig) -> None:
             "--colocate has the server sleep while the trainer updates, so nothing can overlap; use train_grpo.py, or "
             "give the server a GPU of its own."
         )
-    most = cfg.prompts_per_step * (1 + cfg.max_staleness)
-    if not cfg.prompts_per_step <= (cfg.in_flight or cfg.prompts_per_step) <= most:
+    limit = cfg.prompts_per_step * (1 + cfg.max_staleness)
+    if not cfg.prompts_per_step <= (cfg.in_flight or cfg.prompts_per_step) <= limit:
         raise ConfigError(
-            f"--in_flight={cfg.in_flight}: from --prompts_per_step={cfg.prompts_per_step}, the groups of a step, to "
-            f"{most}: more would be older than --max_staleness={cfg.max_staleness} before their step comes."
+            f"--in_flight={cfg.in_flight}: give --prompts_per_step={cfg.prompts_per_step}, the groups of a step, to "
+            f"{limit}; with more, groups would be older than --max_staleness={cfg.max_staleness} when their step comes."
         )
     if cfg.max_staleness + 1 < cfg.push_steps:
         raise ConfigError(
@@ -79,9 +79,9 @@ def check(cfg: TrainConfig) -> None:
 
 @dataclass(eq=False)
 class Group:
-    """A prompt under way, or ended and not yet trained on."""
+    """The completions of a prompt, under way or ended, and not yet trained on."""
 
-    drawn: tuple[int, list[int], bool]  # the row's number, those that may replace it (--dynamic_sampling); tried before
+    drawn: tuple[int, list[int], bool]  # row number, possible replacements (--dynamic_sampling), whether dropped before
     born: int  # version of the weights when it began
     begun: float  # by time.perf_counter()
     future: concurrent.futures.Future
@@ -95,98 +95,97 @@ class Ahead(Collector):
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="sampling ahead", daemon=True).start()
         self.share = run.sampler.share
-        asked = cfg.in_flight or 2 * cfg.prompts_per_step
-        self.most = asked * self.share // cfg.prompts_per_step  # groups of this rank
-        self.groups: list[Group] = []  # begun and not trained on, oldest first
-        kept = run.memory.get("train_async") or {"draw": run.first, "waiting": [], "dropped": [], "trained": 0}
-        self.draw = kept["draw"]  # how often prompts were drawn: as often as there are steps, but for what was dropped
-        self.waiting = [tuple(drawn) for drawn in kept["waiting"]]  # drawn, and not begun
-        self.dropped, self.trained = set(kept["dropped"]), kept["trained"]
+        in_flight = cfg.in_flight or 2 * cfg.prompts_per_step
+        self.most = in_flight * self.share // cfg.prompts_per_step  # groups of this rank
+        self.groups: list[Group] = []  # not yet trained on, oldest first
+        memory = run.memory.get("train_async") or {"draw": run.first, "waiting": [], "dropped": [], "trained": 0}
+        self.draw = memory["draw"]  # how often prompts were drawn: once a step, but for dropped groups
+        self.waiting = [tuple(drawn) for drawn in memory["waiting"]]  # prompts that have not begun
+        self.dropped, self.trained = set(memory["dropped"]), memory["trained"]
         if utils.is_main():
-            late = f"what began over {cfg.max_staleness} pushes ago is dropped"
-            print(f"  overlap                {asked} groups under way; {late}")
-        self.last_end, self.idle = time.perf_counter(), 0.0  # of a group; seconds in which none was under way
+            note = f"what began over {cfg.max_staleness} pushes ago is dropped"
+            print(f"  overlap                {in_flight} groups under way; {note}")
+        self.last_end, self.idle = time.perf_counter(), 0.0  # of any group; seconds without any under way
 
     def begin(self, version: int, cfg: TrainConfig) -> None:
-        """Let the next prompt's completions be sampled, from these weights or later ones."""
+        """Begin to sample the next prompt's completions, from these weights or later ones."""
         run = self.run
         if not self.waiting:
-            first = list(run.sampler.next(self.draw))
-            further = run.sampler.extra(self.draw, cfg.resample_rounds * len(first))
-            self.waiting = [(number, further[n :: len(first)], False) for n, number in enumerate(first)]
+            numbers = list(run.sampler.next(self.draw))
+            replacements = run.sampler.extra(self.draw, cfg.resample_rounds * len(numbers))
+            self.waiting = [(number, replacements[n :: len(numbers)], False) for n, number in enumerate(numbers)]
             self.draw += 1
-        number, further, _ = drawn = self.waiting.pop(0)
+        number, replacements, _ = drawn = self.waiting.pop(0)
         versions = range(version, version + cfg.max_staleness + 1)
-        given = run.rows, [number], further, run.generator, run.reward_functions, cfg, versions, version
+        args = run.rows, [number], replacements, run.generator, run.reward_functions, cfg, versions, version
         if all(group.future.done() for group in self.groups):
             self.idle += time.perf_counter() - self.last_end
-        future = asyncio.run_coroutine_threadsafe(self.sampled(*given), self.loop)
+        future = asyncio.run_coroutine_threadsafe(self.sampled(*args), self.loop)
         self.groups.append(Group(drawn, version, time.perf_counter(), future))
 
-    async def sampled(self, *given) -> tuple[list, dict]:
+    async def sampled(self, *args) -> tuple[list, dict]:
         try:
-            return await sample_rows(*given)
+            return await sample_rows(*args)
         finally:
             self.last_end = time.perf_counter()
 
     def fill(self, version: int, cfg: TrainConfig) -> None:
-        """Begin as many groups as may be under way: at the end of a run, too, where the last step waits for no slow one
-        either."""
+        """Begin groups until --in_flight are under way; also at the end of a run, so that the last step does not wait
+        for slow groups."""
         while len(self.groups) < self.most:
             self.begin(version, cfg)
-        waiting = [group.drawn for group in self.groups] + self.waiting  # what a resumed run has to begin
+        waiting = [group.drawn for group in self.groups] + self.waiting  # for a resumed run to begin
         self.run.memory["train_async"] = {"draw": self.draw, "waiting": waiting, "dropped": sorted(self.dropped)}
         self.run.memory["train_async"]["trained"] = self.trained
 
     def pushed(self, version: int, cfg: TrainConfig) -> None:
         if settings_at(version, cfg).temperature != settings_at(version + cfg.max_staleness, cfg).temperature:
-            raise ConfigError("settings_at: a temperature that changes by step wants --max_staleness 0.")
+            raise ConfigError("settings_at: a temperature that changes by step needs --max_staleness 0.")
         self.fill(version, cfg)
 
     def take(self, step: int, version: int, cfg: TrainConfig) -> tuple[list[Trajectory], dict]:
-        """The first groups that have ended, once there are enough; an error in any that is under way is raised at
-        once."""
+        """The first groups that have ended, once there are enough. An error in any group is raised at once."""
         ready = [group for group in self.groups if group.future.done()]
-        before = {"async/groups_under_way": len(self.groups) - len(ready), "async/groups_ready": len(ready)}
-        start, late = time.perf_counter(), [g for g in self.groups if g.born < step - cfg.max_staleness]
-        for group in late:
+        group_counts = {"async/groups_under_way": len(self.groups) - len(ready), "async/groups_ready": len(ready)}
+        start, stale_groups = time.perf_counter(), [g for g in self.groups if g.born < step - cfg.max_staleness]
+        for group in stale_groups:
             group.future.cancel()
             self.groups.remove(group)
-            number, further, again = group.drawn
-            if again:
+            number, replacements, was_dropped = group.drawn
+            if was_dropped:
                 self.dropped.add(number)
-            else:  # from the newest weights, with another chance
-                self.waiting.insert(0, (number, further, True))
+            else:  # a second chance, with the newest weights
+                self.waiting.insert(0, (number, replacements, True))
         self.fill(version, cfg)
         while True:
             ready = [group for group in self.groups if group.future.done()]
             for group in ready:
-                group.future.result()  # raises what its reward or tool raised
+                group.future.result()  # raises an error of its reward or tool
             if len(ready) >= self.share:
                 break
             time.sleep(0.002)
-        waited = time.perf_counter() - start
+        wait = time.perf_counter() - start
         sampled, counts, seconds = [], {}, []
         for group in ready[: self.share]:
-            found, counted = group.future.result()
-            seconds.append(last_token(found) - group.begun)
+            members, tally = group.future.result()
+            seconds.append(last_token(members) - group.begun)
             self.groups.remove(group)
             self.dropped.discard(group.drawn[0])
-            sampled, counts = sampled + found, {name: n + counts.get(name, 0) for name, n in counted.items()}
+            sampled, counts = sampled + members, {name: n + counts.get(name, 0) for name, n in tally.items()}
         self.trained += self.share
         trajectories, metrics = collect(self.run.rows, sampled, counts, cfg)
         idle, self.idle = self.idle, 0.0
-        metrics |= {"async/generate_seconds": max(seconds), "async/generator_waited": idle} | before
-        # Of this step's time the wait is all that sampling and scoring took: the rest was hidden behind updates.
-        metrics |= {"async/trainer_waited": waited, "time/generate": waited, "time/score": 0.0}
-        mine = {"async/dropped_sum": (len(late), 1), "async/never_trained": (len(self.dropped), self.trained)}
-        metrics |= utils.over_ranks(mine)
+        metrics |= {"async/generate_seconds": max(seconds), "async/generator_waited": idle} | group_counts
+        # Sampling and scoring cost this step only the wait: the rest ran during updates.
+        metrics |= {"async/trainer_waited": wait, "time/generate": wait, "time/score": 0.0}
+        sums = {"async/dropped_sum": (len(stale_groups), 1), "async/never_trained": (len(self.dropped), self.trained)}
+        metrics |= utils.over_ranks(sums)
         metrics["async/dropped"] = int(metrics.pop("async/dropped_sum"))
         lag = staleness(trajectories, step)
         return trajectories, metrics | lag | {"policy_lag": lag["staleness/max"]}
 
     def close(self) -> None:
-        """End what is under way, which nobody will train on."""
+        """Cancel the groups under way, which will not be trained on."""
 
         async def end() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -199,8 +198,8 @@ class Ahead(Collector):
 
 
 def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
-    """How many versions the weights that sampled a token are behind those trained with it: mean, largest, and the share
-    of sampled tokens by lag, over all ranks."""
+    """By how many versions the weights that sampled a token lag behind those that it trains: mean, largest, and the
+    share of sampled tokens by lag, over all ranks."""
     tokens: Counter = Counter()
     for t in trajectories:
         for version, first, end in version_spans(t):
@@ -213,7 +212,7 @@ def staleness(trajectories: list[Trajectory], step: int) -> dict[str, float]:
 
 
 def make_collector(run: Run, cfg: TrainConfig) -> Collector:
-    """With nothing to overlap train_grpo.py's own."""
+    """Ahead, or train_grpo.py's Collector if nothing can overlap."""
     return (Ahead if cfg.max_staleness and not cfg.eval_only else Collector)(run, cfg)
 
 

@@ -1,15 +1,16 @@
-"""PPO with a critic: what it adds to train_grpo.py, which has the rest. Same server, rewards, checkpoints and resume.
+"""PPO with a critic, on top of train_grpo.py: same server, rewards, checkpoints and resume.
 
     CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct
     CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_ppo.py --model_id Qwen/Qwen2.5-1.5B-Instruct
 
-A second model with one output, the critic, estimates at every sampled token what the rest of the completion will earn;
-the advantage is what it earned beyond that. Each step updates the critic, then the policy, on the same trajectories:
+A second model with one output, the critic, estimates at every sampled token the reward of the rest of the completion;
+the advantage is the reward beyond that estimate. Each step updates the critic, then the policy, on the same
+trajectories:
 
     values -> returns and advantages (GAE) -> critic update -> policy update, after --critic_warmup steps
 
-Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion a prompt is enough. To use it
-with a copy of train_grpo.py, copy this file, too, and write the copy's name wherever `train_grpo` stands in it.
+Schulman et al., "Proximal policy optimization algorithms", 1707.06347. One completion per prompt is enough. To use it
+with a copy of train_grpo.py, copy this file as well, and replace `train_grpo` in it by the copy's name.
 """
 
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
@@ -19,7 +20,7 @@ from typing import Literal
 from config import knobs_of, parse_args
 
 
-class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there is one here, too
+class TrainConfig(knobs_of("train_grpo")):  # includes any knobs that you add there
     # --- batch ---
     prompts_per_step: int = 256  # distinct prompts per step, over all ranks
     num_generations: int = 1  # completions sampled per prompt; the critic stands in for the group
@@ -39,7 +40,7 @@ class TrainConfig(knobs_of("train_grpo")):  # so that a knob of your own there i
     critic_learning_rate: float = 1e-5  # peak learning rate of the critic's AdamW
     critic_warmup: int = 0  # steps that train the critic only
     critic_iterations: int = 1  # passes over the step's completions for the critic
-    value_clip: float = 0.5  # a value may move this far from what it was before the step's updates
+    value_clip: float = 0.5  # how far a value may move from its value before the step's updates
 
 
 CONFIG = parse_args(TrainConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -64,7 +65,7 @@ from train_grpo import ADVANTAGES, Batch, Policy, all_logprobs, compute_logprobs
 def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
     """Advantages A = delta + gamma lam A', delta = r + gamma V' - V, and returns A + V.  1506.02438 eq. 11-16.
 
-    ' is the next *sampled* token: text of tools and environments (mask 0) passes V' and A' through, so that a reward
+    ' means the next *sampled* token: text of tools and environments (mask 0) passes V' and A' through, so that a reward
     after an observation reaches the turns before it.  [B, T], [B, T], 0 where nothing was sampled
     """
     advantages, next_value, next_advantage = torch.zeros_like(batch.rewards), 0.0, 0.0
@@ -73,7 +74,7 @@ def gae_returns(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, Tensor]:
         delta = reward + cfg.gamma * next_value - value
         advantage = delta + cfg.gamma * cfg.lam * next_advantage
         advantages[:, t] = advantage
-        # At a place that was not sampled there is no value: a reward there belongs to what follows, and so reaches the
+        # A place that was not sampled has no value: a reward there counts as part of what follows, and so reaches the
         # sampled token before it.
         next_value = torch.where(sampled, value, next_value + reward)
         next_advantage = torch.where(sampled, advantage, next_advantage)
@@ -86,19 +87,19 @@ def gae(batch: Batch, cfg: TrainConfig) -> Tensor:
 
 
 gae.compares_group = False
-WITHOUT_CRITIC = {*ADVANTAGES}  # those of train_grpo.py
+WITHOUT_CRITIC = {*ADVANTAGES}  # all of train_grpo.py
 ADVANTAGES["gae"] = gae
 
 
 def value_loss(values: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 per token.  [B, T]"""
-    near = batch.values + (values - batch.values).clamp(-cfg.value_clip, cfg.value_clip)
-    plain, clipped = (values - batch.returns) ** 2, (near - batch.returns) ** 2
-    return torch.max(plain, clipped) / 2, {"value/clip_ratio": (clipped > plain).float(), "value/mean": values}
+    clipped_values = batch.values + (values - batch.values).clamp(-cfg.value_clip, cfg.value_clip)
+    loss, clipped_loss = (values - batch.returns) ** 2, (clipped_values - batch.returns) ** 2
+    return torch.max(loss, clipped_loss) / 2, {"value/clip_ratio": (clipped_loss > loss).float(), "value/mean": values}
 
 
 class ValueHead(nn.Linear):
-    """One number per position, 0 at first. In float32: a product in bfloat16 could not tell .70 from .7025."""
+    """One number per position, initially 0. In float32, since bfloat16 could not tell .70 from .7025."""
 
     def reset_parameters(self):
         nn.init.zeros_(self.weight)
@@ -111,16 +112,16 @@ class ValueHead(nn.Linear):
 
 
 class Critic(Policy):
-    """The backbone of a causal LM with one number per position in place of a vocabulary. It starts at 0 everywhere."""
+    """The backbone of a causal LM with one number per position instead of logits, initially 0 everywhere."""
 
     replays = reads_head = False
 
     def __init__(self, model: nn.Module, cfg: TrainConfig, autocast: bool):
         super().__init__(model, cfg, autocast)
-        self.chunk = sys.maxsize  # there are no logits; and under FSDP ranks need the same number of calls
+        self.chunk = sys.maxsize  # no chunks: there are no logits, and FSDP needs equally many calls on all ranks
         self.value = ValueHead(model.config.get_text_config().hidden_size, 1)
         used = set(backbone(self.hf_model).parameters())
-        for parameter in set(self.hf_model.parameters()) - used:  # an output layer's: DDP would wait for its gradient
+        for parameter in set(self.hf_model.parameters()) - used:  # the output layer's: DDP would wait for gradients
             parameter.requires_grad_(False)
 
     def head(self, hidden: Tensor, *_) -> tuple[Tensor]:
@@ -129,14 +130,14 @@ class Critic(Policy):
 
 
 class CriticTrainer:
-    """The critic with its optimizer, as `train_grpo.train` takes it."""
+    """The critic with its optimizer, for `train_grpo.train`."""
 
     @staticmethod
     def check(cfg: TrainConfig, processor) -> None:
-        """ConfigError, before any model is loaded, for a critic that nothing reads or that reads other words."""
+        """ConfigError, before any model is loaded, for a critic that is not used or has another vocabulary."""
         if cfg.advantage in WITHOUT_CRITIC:
             raise ConfigError(
-                f"--advantage {cfg.advantage} reads no values of a critic (batch.values, batch.returns), so one would "
+                f"--advantage {cfg.advantage} reads no values of a critic (batch.values, batch.returns), which would "
                 "be trained for nothing: use train_grpo.py, or --advantage gae."
             )
         if cfg.strategy == "fsdp" and cfg.dtype != "float32":  # the value head is in float32
@@ -148,13 +149,13 @@ class CriticTrainer:
     def __init__(self, cfg: TrainConfig, device: torch.device):
         critic_cfg = replace(cfg, model_id=cfg.critic_model_id or cfg.model_id)
         self.module = train_grpo.load_policy(critic_cfg, device, Critic)
-        # Whether packed rows are right is tried with the policy: of another family it is not known.
+        # Packed rows have been tried with the policy's family alone (modeling/agreement.py).
         kind = unwrapped(self.module).hf_model.config.model_type
         self.shares = cfg.critic_model_id is None or load_config(cfg.model_id).model_type == kind
         self.optimizer = optimizers.check_optimizer(make_optimizer(self.module, critic_cfg), self.module)
 
     def learn(self, batch: Batch, cfg: TrainConfig, step: int) -> dict:
-        """Fills in batch.values and batch.returns, and updates the critic towards them. Returns metrics."""
+        """Fill in batch.values and batch.returns, and update the critic towards the returns. Returns metrics."""
         metrics: dict[str, float] = {}
         cfg = replace(cfg, shared_prefix=cfg.shared_prefix and self.shares)
         with clock(metrics, "critic"):
@@ -165,8 +166,8 @@ class CriticTrainer:
             errors = utils.global_moments(batch.returns - batch.values, mask)[2]
             if spread > 1e-3 * max(abs(mean), errors):  # else there is nothing to explain
                 metrics["value/explained_variance"] = float(1 - (errors / spread) ** 2)
-            rate = dict(learning_rate=cfg.critic_learning_rate, num_iterations=cfg.critic_iterations)
-            critic_cfg = replace(cfg, loss_agg="token_mean", **rate)
+            overrides = dict(learning_rate=cfg.critic_learning_rate, num_iterations=cfg.critic_iterations)
+            critic_cfg = replace(cfg, loss_agg="token_mean", **overrides)
             update = train_grpo.update(self.module, self.optimizer, batch, critic_cfg, step, critic_loss)
         return metrics | {f"value/{name.removeprefix('value/')}": value for name, value in update.items()}
 
