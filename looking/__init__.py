@@ -1,1 +1,1 @@
-"""The page of look.py: run folders read while they grow, and served to a browser."""
+"""The page of look.py: reads run folders while they grow, and serves them to a browser."""

@@ -1,9 +1,9 @@
-"""report.html: the page about one run in one file, with its data in it, to send to others. It needs no server.
+"""report.html: the page about one run in one file, data included, to send to others. It needs no server.
 
     python look.py runs/NAME --report
 
-The scripts of the page (page/) are in the file as they are. Its requests find their answers in the file: those of the
-run's curves, and of a few trajectories.
+The file contains the page's scripts (page/) unchanged, and the answers to their requests: the run's curves, and a few
+trajectories.
 """
 
 import base64
@@ -20,29 +20,29 @@ from runfiles import samples
 from runfiles.storable import replacing
 
 PAGE = Path(__file__).parent / "page"
-TOKENS = 2000  # of a trajectory
+TOKENS = 2000  # most tokens of a trajectory
 START = 'import "page/app.js";'
 
 
 def answers_of(run: Run) -> dict:
-    """{request: answer}, as the page's server would give them; and which trajectories there are, under "trajectories".
+    """{request: answer} of the page's server, and a list of the trajectories in the file, under "trajectories".
 
-    These are, of the first and the last step whose tokens were kept, the best and the worst completion of the group in
-    which rewards differ most."""
-    found = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described([run], "step")}
-    shown, known = [], samples.vocabulary(run.path)
+    From the first and the last step with tokens, these are the best and the worst completion of the group in which
+    rewards differ most."""
+    answers = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described([run], "step")}
+    places, vocabulary = [], samples.vocabulary(run.path)
     for path in samples.first_and_last(run.path / "completions", "token_ids"):
         for number in samples.telling(path):
             place = {"run": run.name, "kind": "completions", "step": samples.step_of(path), "row": number}
-            query, more = urlencode(place), {"picture": None, "total": 0, "tokens": True}
-            found[f"row?{query}"] = samples.described(path, [number])[0] | more
-            found[f"tokens?{query}"] = samples.tokens(path, number, known, TOKENS)
-            shown.append(place)
-    return found | {"trajectories": shown}
+            query, extras = urlencode(place), {"picture": None, "total": 0, "tokens": True}
+            answers[f"row?{query}"] = samples.described(path, [number])[0] | extras
+            answers[f"tokens?{query}"] = samples.tokens(path, number, vocabulary, TOKENS)
+            places.append(place)
+    return answers | {"trajectories": places}
 
 
 def module(name: str) -> str:
-    """A script of the page as an address that holds it; what it imports has names of the import map."""
+    """A script of the page as a data: URL, whose imports are names in the import map."""
     text = (PAGE / name).read_text(encoding="utf-8").replace('from "./', 'from "page/')
     return f"data:text/javascript;base64,{base64.b64encode(text.encode()).decode()}"
 
@@ -52,20 +52,20 @@ def digest(text: str) -> str:
 
 
 def write_report(folder: Path) -> Path | None:
-    """Writes report.html into the run folder and returns its path; None if nothing has been logged yet."""
+    """Write report.html into the run folder; returns its path, or None if nothing has been logged yet."""
     folder = Path(folder).resolve()
     run = Run(folder.name, folder)
     if not run.curves().columns:
         return None
-    answers = json.dumps(plain(answers_of(run)), separators=(",", ":")).replace("<", "\\u003c")  # ends no element
+    answers = json.dumps(plain(answers_of(run)), separators=(",", ":")).replace("<", "\\u003c")  # ends no <script>
     names = [path.name for path in PAGE.glob("*.js") if path.name != "uplot.js"]
     charts = (PAGE / "uplot.js").read_text(encoding="utf-8")
     imports = json.dumps({"imports": {f"page/{name}": module(name) for name in sorted(names)}})
-    allowed = f"script-src data: {' '.join(map(digest, (charts, imports, START)))}; style-src 'unsafe-inline'"
+    policy = f"script-src data: {' '.join(map(digest, (charts, imports, START)))}; style-src 'unsafe-inline'"
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     page = re.sub(r'<link rel="stylesheet" href="/page/(\S+)">', style, page)
     page = re.sub(r"\s*<(link|script) [^>]*/page/[^>]*>(</script>)?", "", page)
-    head = f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {allowed}">'
+    head = f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {policy}">'
     page = page.replace("<head>", f"<head>{head}").replace("<title>Runs", f"<title>{html.escape(run.name)}")
     scripts = f'<script type="application/json" id="inlined">{answers}</script><script>{charts}</script>'
     scripts += f'<script type="importmap">{imports}</script><script type="module">{START}</script>'

@@ -1,5 +1,5 @@
-"""Run folders, read while somebody writes, resumes or deletes them; nothing is changed in them. A file that is torn,
-half written or gone is nobody's mistake: what can be read is shown.
+"""Reads run folders, which others may write, resume or delete meanwhile; and changes nothing in them. A broken,
+incomplete or missing file is no error: the page shows what can be read.
 """
 
 import fcntl
@@ -16,25 +16,25 @@ import numpy as np
 from runfiles.reading import SOLVED, Curves, is_evaluation, is_number, some_lines
 
 MARKS = {"metrics.jsonl", "state.json", "config.json"}  # one of them makes a folder a run
-RECENT = 20  # lines by whose seconds the rest of a run is estimated
-STALLED = 900.0  # seconds after which a run of another machine that says nothing is not called running
+RECENT = 20  # last lines, whose seconds give the estimate of a run's remaining time
+STALLED = 900.0  # seconds without an update after which a run of another machine no longer counts as running
 
 
 class Gone(LookupError):
-    """There is no such run or file, or not any more."""
+    """The run or file does not exist, or no longer does."""
 
 
 def read_json(path: Path) -> dict:
-    """What the file says; {} if it is gone or torn."""
+    """The file's JSON object; {} if it is gone or incomplete."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def stamp(path: Path) -> tuple | None:
-    """Changes with the file."""
+    """A value that changes with the file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -47,13 +47,13 @@ class Run:
 
     def __init__(self, name: str, path: Path):
         self.name, self.path = name, path
-        self.kept: tuple = (), None  # what was read of metrics.jsonl, behind the state of the file
+        self.kept: tuple = (), None  # (stamp of metrics.jsonl, what was read of it)
 
     def config(self) -> dict:
         return read_json(self.path / "config.json")
 
     def lines(self) -> tuple[Curves, list[dict], int]:
-        """Its curves, the lines of its first and last steps, and how many steps a point of a curve stands for."""
+        """(curves, the lines of the first and the last steps, how many steps a point of a curve stands for)"""
         mark = stamp(self.path / "metrics.jsonl")
         if mark != self.kept[0]:
             lines, stride = some_lines(self.path)
@@ -72,7 +72,7 @@ class Run:
         return path
 
     def held(self) -> bool | None:
-        """Whether a process has the run: its lock is taken. None where that cannot be told."""
+        """Whether a process holds the run's lock; None if unknown."""
         try:
             with open(self.path / "lock", "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -84,27 +84,27 @@ class Run:
 
     def state(self) -> tuple[str, str]:
         """(running, finished, failed, interrupted, killed, silent or ended; why, in words)."""
-        told = read_json(self.path / "state.json")
-        state, host, held = told.get("state", "ended"), told.get("host"), self.held()
+        record = read_json(self.path / "state.json")
+        state, host, is_held = record.get("state", "ended"), record.get("host"), self.held()
         if state != "running":
-            return state, str(told.get("why") or "")
-        if host == socket.gethostname() and held is not None:
-            gone = f"its process ({told.get('pid')}) is gone and could not say why"
-            return ("running", "") if held else ("killed", gone)
-        quiet = time.time() - (told.get("updated") or 0)
-        return ("running", f"on {host}") if quiet < STALLED else ("silent", f"on {host}, for {quiet / 60:.0f} min")
+            return state, str(record.get("why") or "")
+        if host == socket.gethostname() and is_held is not None:
+            gone = f"its process ({record.get('pid')}) is gone and could not say why"
+            return ("running", "") if is_held else ("killed", gone)
+        silence = time.time() - (record.get("updated") or 0)
+        return ("running", f"on {host}") if silence < STALLED else ("silent", f"on {host}, for {silence / 60:.0f} min")
 
     def summary(self) -> dict:
-        """A line of the table."""
-        (curves, ends, _), config, told = self.lines(), self.config(), read_json(self.path / "state.json")
+        """The run's line in the table."""
+        (curves, ends, _), config, record = self.lines(), self.config(), read_json(self.path / "state.json")
         state, why = self.state()
         first, last = (ends[0], ends[-1]) if ends else ({}, {})
         metric = next(iter(curves.matching([*SOLVED, "eval/reward"])), "")
         evaluated, held_out = (values.tolist() for values in curves.all(metric))
         paces = [line["time/step"] for line in ends[1:] if is_number(line.get("time/step"))]
-        # Without the first step's seconds: then it began. A resumed run keeps its first line.
-        begun = (first.get("time/unix") or 0) - (first.get("time/step") or 0)
-        until = last.get("time/unix") or told.get("updated")
+        # The first line is the end of the first step; a resumed run keeps that line.
+        start = (first.get("time/unix") or 0) - (first.get("time/step") or 0)
+        end = last.get("time/unix") or record.get("updated")
         domains = [part["name"] for part in config.get("domains") or ()]
         algorithm = " / ".join(str(config[part]) for part in ("advantage", "policy_loss") if config.get(part))
         return {
@@ -112,7 +112,7 @@ class Run:
             "state": state,
             "why": why[:2000],
             "step": last.get("step", max(evaluated, default=0)),
-            "steps": told.get("num_steps") or config.get("max_steps"),
+            "steps": record.get("num_steps") or config.get("max_steps"),
             "task": ", ".join(domains or [str(config[n]) for n in ("dataset_id", "env") if config.get(n)]),
             "algorithm": algorithm,
             "model": Path(str(config.get("model_id") or "")).name,
@@ -120,10 +120,10 @@ class Run:
             "first": held_out[0] if held_out else None,
             "last": held_out[-1] if held_out else None,
             "reward": last.get("reward"),
-            "seconds": max(0.0, until - begun) if until and begun else None,
+            "seconds": max(0.0, end - start) if end and start else None,
             "pace": median(paces) if paces else None,  # seconds of a step
             "tokens_per_second": last.get("time/tokens_per_second"),
-            "updated": round(until) if until else None,
+            "updated": round(end) if end else None,
         }
 
 
@@ -135,18 +135,18 @@ class Runs:
         self.known: dict[str, Run] = {}
 
     def all(self) -> list[Run]:
-        """Looks again; runs that are still there keep what was read of them."""
-        found = {}
-        for folder, below, files in os.walk(self.root):
+        """Look for runs again; known runs keep what was read of them."""
+        runs = {}
+        for folder, subfolders, files in os.walk(self.root):
             if MARKS & {*files}:
-                below.clear()  # no run is in another one
+                subfolders.clear()  # a run contains no other run
                 name = self.root.name if folder == str(self.root) else os.path.relpath(folder, self.root)
-                found[name] = self.known.get(name) or Run(name, Path(folder))
-        self.known = found
-        return list(found.values())
+                runs[name] = self.known.get(name) or Run(name, Path(folder))
+        self.known = runs
+        return list(runs.values())
 
     def get(self, name: str) -> Run:
-        """The run of that name; Gone if it is none of `all`: a name is looked up, never joined to a path."""
+        """The run of that name; Gone if `all` does not have it. A name is only looked up, never joined to a path."""
         if name not in self.known:
             self.all()
         run = self.known.get(name)
@@ -156,9 +156,9 @@ class Runs:
 
 
 def plain(value):
-    """The value as JSON has it: no nan, no infinity, six digits."""
+    """The value for JSON: without nan and infinity, numbers with six digits."""
     if isinstance(value, np.ndarray):
-        return [plain(one) for one in value.tolist()]
+        return [plain(item) for item in value.tolist()]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

@@ -1,7 +1,7 @@
-"""The page's server: answers about run folders, for those who have the token.
+"""The page's server: answers requests about run folders that carry the token.
 
-What it answers is JSON; a model's text never becomes HTML here. The page is static files (page/), which put text into
-the document as text; the content security policy lets no other script run.
+Answers are JSON; a model's text never becomes HTML here. The page is static files (page/), which insert text as text;
+the content security policy allows no other scripts.
 """
 
 import base64
@@ -29,19 +29,19 @@ POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self
 POLICY += "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 HEADERS["Cache-Control"] = "no-store"
-COMPARED = 40  # runs at once
-TRY_SECONDS = 300  # that a trial may take
+COMPARED = 40  # most runs on one page
+TRY_SECONDS = 300  # limit of a trial
 
 
 def make_app(root: Path, token: str, trial: list[str] | None = None) -> Starlette:
-    """The page about the run folders below `root`. What it says of them is for those who give `token` in a header, as
-    the page does, which has it from its address. trial: the command, with a training's flags, behind the page "Try"
-    (scripts/try.py); None: there is no such page."""
+    """The page about the run folders below `root`. Requests for data need `token` in a header; the page takes it from
+    its own address. trial: the command of the page "Try" (scripts/try.py with a training's flags); None: no such page.
+    """
     routes = [Route("/", page), Mount("/page", StaticFiles(directory=PAGE)), Route("/api/{name}", answer)]
     app = Starlette(routes=routes)
     app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
     app.state.runs, app.state.token = Runs(root), token
-    app.state.answers = ANSWERS | ({} if trial is None else {"try": partial(tried, trial)})
+    app.state.answers = ANSWERS | ({} if trial is None else {"try": partial(try_row, trial)})
     return app
 
 
@@ -53,35 +53,35 @@ def page(request: Request) -> Response:
 
 
 def allowed(request: Request) -> bool:
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode("utf-8", "replace"), request.app.state.token.encode())
+    authorization = request.headers.get("authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(authorization.encode("utf-8", "replace"), request.app.state.token.encode())
 
 
 def respond(value, status: int = 200) -> Response:
-    """JSON in ASCII: half a surrogate pair, which a model may write, has no UTF-8."""
+    """JSON in ASCII, since a lone surrogate, which a model may write, has no UTF-8."""
     body = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
     return Response(body, status, HEADERS, "application/json")
 
 
 def answer(request: Request) -> Response:
-    """/api/NAME: what the function of that name says."""
+    """/api/NAME: the answer of the function of that name."""
     if not allowed(request):
         return respond({"error": "Take the address that look.py printed when it started: it ends with ?token=..."}, 401)
     state = request.app.state
     try:
         return respond(state.answers[request.path_params["name"]](state.runs, request.query_params))
-    except LookupError as error:  # also Gone
+    except LookupError as error:  # includes Gone
         return respond({"error": f"There is no {error}" if isinstance(error, KeyError) else str(error)}, 404)
-    except (ConfigError, ValueError) as error:  # also samples.Unreadable
+    except (ConfigError, ValueError) as error:  # includes samples.Unreadable
         return respond({"error": str(error)}, 422)
 
 
-# ---- what can be asked ----------------------------------------------------------------------------------------------
+# ---- requests -------------------------------------------------------------------------------------------------------
 
 
 def table(runs: Runs, ask: QueryParams) -> dict:
-    found = [run.summary() | standing_out(run) for run in runs.all()]
-    return {"root": str(runs.root), "runs": sorted(found, key=lambda run: -(run["updated"] or 0))}
+    summaries = [run.summary() | standing_out(run) for run in runs.all()]
+    return {"root": str(runs.root), "runs": sorted(summaries, key=lambda run: -(run["updated"] or 0))}
 
 
 def drawn(runs: Runs, ask: QueryParams) -> dict:
@@ -94,39 +94,39 @@ def of(runs: Runs, ask: QueryParams) -> Run:
 
 
 def steps(runs: Runs, ask: QueryParams) -> dict:
-    """Of which there are files."""
+    """The steps that have files, by kind."""
     folders = {kind: of(runs, ask).path / kind for kind in samples.KINDS}
     return {kind: [samples.step_of(path) for path in samples.step_files(folder)] for kind, folder in folders.items()}
 
 
 def step_file(runs: Runs, ask: QueryParams) -> Path:
-    """The file of `kind` and `step`."""
+    """The file of the request's `kind` and `step`."""
     if ask["kind"] not in samples.KINDS:
         raise Gone(f"There are no files of the kind {ask['kind']!r}.")
     return of(runs, ask).file(ask["kind"], samples.name_of(int(ask["step"])))
 
 
-def one(runs: Runs, ask: QueryParams) -> dict:
+def row(runs: Runs, ask: QueryParams) -> dict:
     path, number = step_file(runs, ask), int(ask["row"])
     names = samples.columns_of(path)
     image = samples.image(path, number) if "picture" in names else None
     picture = f"data:image/png;base64,{base64.b64encode(image).decode()}" if image else None
-    more = {"picture": picture, "total": samples.count(path), "tokens": "token_ids" in names}
-    return samples.described(path, [number])[0] | more
+    extras = {"picture": picture, "total": samples.count(path), "tokens": "token_ids" in names}
+    return samples.described(path, [number])[0] | extras
 
 
-def tried(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
-    """What the command says of a row and its completions."""
+def try_row(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
+    """The command's output for a row and completions."""
     words = [f"--row={ask.get('row', 0)}", *(f"--completion={text}" for text in ask.getlist("completion"))]
     words += [f"--sample={ask['sample']}"] if "sample" in ask else []
     command = [*trial, "--json", *words]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=TRY_SECONDS)
+        result = subprocess.run(command, capture_output=True, timeout=TRY_SECONDS)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"The trial took more than {TRY_SECONDS} s and was ended.") from None
-    if done.returncode:
-        raise ConfigError(done.stderr.decode("utf-8", "replace")[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    if result.returncode:
+        raise ConfigError(result.stderr.decode("utf-8", "replace")[-3000:])
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def of_rows(runs: Runs, ask: QueryParams) -> dict:
@@ -140,7 +140,7 @@ ANSWERS = {
     "listing": lambda runs, ask: samples.listing(step_file(runs, ask)),
     "search": lambda runs, ask: {"rows": samples.search(step_file(runs, ask), ask["text"])},
     "rows": of_rows,
-    "row": one,
+    "row": row,
     "tokens": lambda runs, ask: samples.tokens(
         step_file(runs, ask), int(ask["row"]), samples.vocabulary(of(runs, ask).path)
     ),

@@ -1,4 +1,4 @@
-"""What the page says of runs, in curves and in words: plain values, ready for JSON."""
+"""The page's content about runs, in curves and in words: plain values, ready for JSON."""
 
 from pathlib import Path
 
@@ -10,56 +10,56 @@ from runfiles.reading import SOLVED, Curves, panels
 
 
 def described(runs: list[Run], axis: str) -> dict:
-    """Everything that the page of a run draws; of several runs their curves over each other, a chart a metric, and the
-    settings that differ. axis: "step", "tokens" or "seconds"."""
-    read = [(run.curves(), run.config()) for run in runs]
+    """The content of a run's page; of several runs their curves, in one chart per metric, and the settings that differ.
+    axis: "step", "tokens" or "seconds"."""
+    run_data = [(run.curves(), run.config()) for run in runs]
     charts: dict[tuple, list[str]] = {}
-    for curves, config in read:
+    for curves, config in run_data:
         held_out = (curves.matching(SOLVED) or curves.matching(["eval/reward"]))[:1]
-        first = ("Reward", "training reward and what was never trained on", [*curves.matching(["reward"]), *held_out])
+        first = ("Reward", "training reward, and rows never trained on", [*curves.matching(["reward"]), *held_out])
         for title, note, names in [first, *panels(curves, config)]:
             if len(runs) == 1:
                 charts[title, note] = names
             else:
                 charts |= {(title, name): [name] for name in names}
-    found = {
+    content = {
         "runs": [run.summary() for run in runs],
         "stride": max(run.lines()[2] for run in runs),
         "panels": [
-            {"title": title, "note": note, "curves": [c for name in names for c in drawn(name, read, axis)]}
+            {"title": title, "note": note, "curves": [c for name in names for c in drawn(name, run_data, axis)]}
             for (title, note), names in charts.items()
             if names
         ],
-        "settings": differing(*(config for _, config in read)),
+        "settings": differing(*(config for _, config in run_data)),
     }
     if len(runs) == 1:
-        curves, config = read[0]
+        curves, config = run_data[0]
         times = curves.matching(["seconds/*"])
-        found |= {"times": [c for name in times for c in drawn(name, read, axis)], "config": config}
-        found |= {"notes": advice.notes(curves, config)}
-        found |= {"texts": {n: text_of(runs[0].path / n) for n in ("command.txt", "environment.txt", "git.diff")}}
-    return found
+        content |= {"times": [c for name in times for c in drawn(name, run_data, axis)], "config": config}
+        content |= {"notes": advice.notes(curves, config)}
+        content |= {"texts": {n: text_of(runs[0].path / n) for n in ("command.txt", "environment.txt", "git.diff")}}
+    return content
 
 
-def drawn(name: str, read: list[tuple[Curves, dict]], axis: str) -> list[dict]:
+def drawn(name: str, run_data: list[tuple[Curves, dict]], axis: str) -> list[dict]:
     """The curve of each run that has the metric."""
-    found = []
-    for number, (curves, _) in enumerate(read):
+    curve_list = []
+    for number, (curves, _) in enumerate(run_data):
         steps, values = curves.all(name)
         if not len(steps):
             continue
-        known, passed = curves.axis(axis)
-        passed_by = np.interp(steps, known, passed)
-        found.append({"name": name.removeprefix("seconds/"), "run": number, "x": passed_by, "y": values})
-    return found
+        axis_steps, axis_values = curves.axis(axis)
+        x = np.interp(steps, axis_steps, axis_values)
+        curve_list.append({"name": name.removeprefix("seconds/"), "run": number, "x": x, "y": values})
+    return curve_list
 
 
 def differing(*configs: dict) -> dict[str, list]:
-    """Settings of which there are several values: {name: one a config}."""
+    """Settings with different values: {name: one value per config}."""
     names = dict.fromkeys(name for config in configs for name in config)
     values = {name: [config.get(name) for config in configs] for name in names}
-    values.pop("run_name", None)  # it stands above them
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    values.pop("run_name", None)  # the page shows it above the settings
+    return {name: by_config for name, by_config in values.items() if any(value != by_config[0] for value in by_config)}
 
 
 def text_of(path: Path) -> str:
@@ -67,7 +67,7 @@ def text_of(path: Path) -> str:
 
 
 def standing_out(run: Run) -> dict:
-    """For the table: the worst note on the run, and how many there are."""
-    found = advice.notes(run.curves(), run.config())
-    first = found[0] if found else {"title": "", "level": ""}
-    return {"note": first["title"], "level": first["level"], "notes": len(found)}
+    """For the table: the worst note on the run, and the number of notes."""
+    notes = advice.notes(run.curves(), run.config())
+    first = notes[0] if notes else {"title": "", "level": ""}
+    return {"note": first["title"], "level": first["level"], "notes": len(notes)}
