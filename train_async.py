@@ -4,8 +4,8 @@
     CUDA_VISIBLE_DEVICES=1,2,3,4 torchrun --nproc_per_node=4 train_async.py --model_id Qwen/Qwen2.5-1.5B-Instruct
 
 The server samples while the trainer updates. It samples groups, the completions of a prompt: --in_flight groups are
-under way, and a step takes `prompts_per_step` groups that have ended, the oldest first. It does not wait for a group
-because that began earlier:
+under way, and a step takes the first `prompts_per_step` that have ended, from the oldest on. It does not wait for older
+groups that are still under way:
 
     server    | a a a a a a | d d d d d d d |           two groups a step, --in_flight 3: b and c end before a, and
               | b b | e e e e e e | g g ...             make step 0; step 1 takes a and e

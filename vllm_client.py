@@ -343,17 +343,17 @@ class VLLMClient:
             self.tensors |= {name: tensor.detach().cpu().contiguous() for name, tensor in named}
             return
         named = self.convert(named)
-        announcement, tensors, under_way = wire.announcement(named, self.weight_dtype), iter(named), []
+        announcement, tensors, broadcasts = wire.announcement(named, self.weight_dtype), iter(named), []
         calls = self._begin("POST", "/update_weights", [{"update_info": announcement}] * len(self.urls))
         for piece, places in wire.pieces(announcement["dtype_names"], announcement["shapes"], self.device):
             for place in places:
                 place.copy_(next(tensors)[1].detach())
             if self.engine == "torch":
-                under_way.append(wire.begin_broadcast(self.group, piece))
+                broadcasts.append(wire.begin_broadcast(self.group, piece))
                 continue
             for place in places:
                 self.group.broadcast(place, src=0, stream=torch.cuda.current_stream())
-        for work in under_way:
+        for work in broadcasts:
             wire.finish(work, self.timeout, calls)
         for call in calls:
             call.result()

@@ -152,20 +152,20 @@ def our_arguments(user_args: list[str]) -> list[str]:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ.pop("VLLM_API_KEY", None)  # it would be a second secret in the same header
-    ours = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-loras", "4", "--max-lora-rank", "64"]
-    ours += ["--worker-extension-cls", "serving.weights.Worker"]
-    ours += ["--weight-transfer-config", json.dumps({"backend": "torch"}), "--middleware", "vllm_server.Token"]
-    ours += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log", "--disable-log-stats"]
+    args = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-loras", "4", "--max-lora-rank", "64"]
+    args += ["--worker-extension-cls", "serving.weights.Worker"]
+    args += ["--weight-transfer-config", json.dumps({"backend": "torch"}), "--middleware", "vllm_server.Token"]
+    args += ["--uvicorn-log-level", "error", "--disable-uvicorn-access-log", "--disable-log-stats"]
 
     import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        ours += ["--enforce-eager"]  # compiling takes minutes and gains little on CPUs
+        args += ["--enforce-eager"]  # compiling takes minutes and gains little on CPUs
         # Like the trainer (utils.computable): without AVX512, bfloat16 products run in a plain loop.
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and "--dtype" not in user_args:
-            ours += ["--dtype", "float32"]
-    return ours + user_args
+            args += ["--dtype", "float32"]
+    return args + user_args
 
 
 def end_children() -> None:

@@ -318,5 +318,5 @@ async def put_away(environment, reusable: bool, cfg: TrainConfig) -> None:
     outcome = await run_limited(environment.close, {}, cfg.tool_timeout, unread)
     if outcome is None or outcome[1] is not None:
         fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
-        what = f"{name_of(environment)}.close()"
-        warn_once(f"{what} {fault}. Said once.", kind=what)
+        call = f"{name_of(environment)}.close()"
+        warn_once(f"{call} {fault}. Said once.", kind=call)

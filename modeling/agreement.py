@@ -155,6 +155,6 @@ def check_step(metrics: dict[str, float], cfg: TrainConfig, compares: bool) -> N
     """RuntimeError if trainer and generator disagree on the log-probs of a step's completions. compares: whether this
     step is to be checked."""
     # With several updates a step, and no log-probs from before them, the updates themselves make a difference.
-    alike = cfg.old_logprobs == "recompute" or cfg.num_iterations * cfg.num_minibatches == 1
-    if compares and alike and "sampling/logprob_diff_mean" in metrics:
+    comparable = cfg.old_logprobs == "recompute" or cfg.num_iterations * cfg.num_minibatches == 1
+    if compares and comparable and "sampling/logprob_diff_mean" in metrics:
         utils.check_agreement(metrics["sampling/logprob_diff_mean"], cfg)

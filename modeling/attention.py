@@ -82,21 +82,21 @@ class PackedMask:
         mask_by_shape = {}
         for size, front in dict.fromkeys(self.row.shapes):
             places = torch.arange(front + size)
-            seen = self.seen(places[front:], places)
+            mask = self.seen(places[front:], places)
             if self.dtype is not None:
-                seen = torch.zeros(seen.shape, dtype=self.dtype).masked_fill(~seen, torch.finfo(self.dtype).min)
-            elif not front and torch.equal(seen, torch.ones_like(seen).tril()):
+                mask = torch.zeros(mask.shape, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+            elif not front and torch.equal(mask, torch.ones_like(mask).tril()):
                 mask_by_shape[size, front] = None  # sdpa is causal by itself, in half the time
                 continue
-            mask_by_shape[size, front] = utils.upload(seen[None, None], self.row.device)
+            mask_by_shape[size, front] = utils.upload(mask[None, None], self.row.device)
         return [mask_by_shape[shape] for shape in self.row.shapes]
 
     @cached_property
     def window(self) -> int:
         """How many tokens a token sees, itself included; 0: all. ValueError for another kind of mask."""
         window = self.local_size or 0
-        query, keys, seen = (2 * window, [window, window + 1], [False, True]) if window else (2**20, [0], [True])
-        if self.seen(torch.tensor([query]), torch.tensor(keys))[0].tolist() != seen:
+        query, keys, visible = (2 * window, [window, window + 1], [False, True]) if window else (2**20, [0], [True])
+        if self.seen(torch.tensor([query]), torch.tensor(keys))[0].tolist() != visible:
             raise ValueError("a layer's mask is neither causal nor a window")
         return window
 

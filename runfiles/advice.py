@@ -69,8 +69,8 @@ def any_of(name: str) -> Test:
 
 def learns_from_teacher(curves: Curves, config: dict) -> bool:
     """Whether most tokens learn from a teacher, so that equal rewards do no harm."""
-    asked = curves.all("distill/asked")[1]
-    return bool(len(asked)) and now(asked) > 0.5 and bool(config.get("distill_coef", 1))
+    shares = curves.all("distill/asked")[1]
+    return bool(len(shares)) and now(shares) > 0.5 and bool(config.get("distill_coef", 1))
 
 
 def same_reward(curves: Curves, config: dict) -> dict | None:

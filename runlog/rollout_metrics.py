@@ -184,11 +184,11 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[
     failed = total["failed"]
     excused = total["damaged"] * (failed < total["all"] or total["prompts"] == 1)  # unless every row failed
     if failed - excused > cfg.max_failed * total["all"]:
-        cause, most = sum((of_rank for _, of_rank, _ in by_rank), Counter()).most_common(1)[0]
+        cause, num = sum((of_rank for _, of_rank, _ in by_rank), Counter()).most_common(1)[0]
         kind, text = next(of_rank[cause] for *_, of_rank in by_rank if cause in of_rank)
         own_error = next((error for error in failures if error.cause == cause), None)
         raise kind(
-            f"{text}\n  {failed} of {total['all']} trajectories of this step failed, {most} of them with this message. "
+            f"{text}\n  {failed} of {total['all']} trajectories of this step failed, {num} of them with this message. "
             f"--max_failed={cfg.max_failed:g} is the share that may fail before the run stops."
         ) from (own_error and own_error.__cause__)
     for error in failures:  # only if the run continues; else the error above shows one
@@ -202,7 +202,7 @@ def check_scored(total: dict, cfg: TrainConfig) -> None:
     """RuntimeError if no reward function answered in time for any completion of a step: all would have the same score,
     and nothing would be learned."""
     if total["scored"] and total["late"] == total["scored"]:
-        names = sorted({name for own in cfg.by_domain() for name in own.reward_funcs})
+        names = sorted({name for domain in cfg.by_domain() for name in domain.reward_funcs})
         raise RuntimeError(
             f"No reward function ({', '.join(names)}) answered within --reward_timeout={cfg.reward_timeout:g} s, "
             f"for any of the {total['scored']} completions of this step. Call it on one completion by hand; if it is "
@@ -216,7 +216,7 @@ def check_judge(total: dict, cfg: TrainConfig) -> None:
     if total["asked"]:
         _SILENT[0] = _SILENT[0] + 1 if total["unanswered"] == total["asked"] else 0
     if _SILENT[0] >= SILENT_STEPS:
-        urls = sorted({origin(own.judge_url) for own in cfg.by_domain() if own.judge_url})
+        urls = sorted({origin(domain.judge_url) for domain in cfg.by_domain() if domain.judge_url})
         raise RuntimeError(
             f"The judge at {', '.join(urls)} answered for no completion of the last {_SILENT[0]} steps; the column "
             "`judge` of the completions says why. See that it answers, and resume the run (--resume)."

@@ -87,11 +87,11 @@ def check_same(made_with: dict) -> None:
     """ConfigError naming a rank with other settings, rows or code than rank 0. Nodes may differ in these, and their
     ranks would then wait for each other, or train different weights. Collective."""
 
-    def comparable(made: dict) -> dict:
-        path_settings = {n for n, v in made["settings"].items() if "/" in str(v)}  # a node may have its own paths
-        settings = {name: value for name, value in made["settings"].items() if name not in path_settings}
-        files = {f"the file {Path(path).name}": value for path, value in made["files"].items()}
-        return settings | files | {name: made[name] for name in ("rows", "held-out rows")}
+    def comparable(values: dict) -> dict:
+        path_settings = {n for n, v in values["settings"].items() if "/" in str(v)}  # a node may have its own paths
+        settings = {name: value for name, value in values["settings"].items() if name not in path_settings}
+        files = {f"the file {Path(path).name}": value for path, value in values["files"].items()}
+        return settings | files | {name: values[name] for name in ("rows", "held-out rows")}
 
     first, *others = utils.gather_objects(comparable(made_with))
     for rank, other in enumerate(others, 1):

@@ -94,12 +94,12 @@ class TorchEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         new memory, since layers that still wait for weights keep views of it. ValueError names a weight that has no
         place in the model."""
         parts = list(wire.pieces(info.dtype_names, info.shapes, self.over))
-        under_way = [wire.begin_broadcast(self.group, piece) for piece, _ in parts]
+        broadcasts = [wire.begin_broadcast(self.group, piece) for piece, _ in parts]
         names, current = iter(info.names), ""
 
         def one_by_one() -> Iterator[tuple[str, Tensor]]:
             nonlocal current
-            for work, (_, tensors) in zip(under_way, parts, strict=True):
+            for work, (_, tensors) in zip(broadcasts, parts, strict=True):
                 try:
                     wire.finish(work, self.seconds)
                 except BaseException:

@@ -84,9 +84,9 @@ def check_model(urls: list[str], infos: list, config, window: int) -> None:
     for url, info in zip(urls, infos, strict=True):
         served_sizes = (info.vocab_size, info.hidden_size, info.num_layers)
         if served_sizes != trained_sizes and info.vocab_size is not None:
-            what = "(vocabulary, hidden size, layers)"
+            dims = "(vocabulary, hidden size, layers)"
             raise ConfigError(
-                f"{url} serves {info.model} with {served_sizes} {what}; the trainer trains {config._name_or_path} with "
+                f"{url} serves {info.model} with {served_sizes} {dims}; the trainer trains {config._name_or_path} with "
                 f"{trained_sizes}. Start the server with the trainer's --model_id as its --model."
             )
         if info.window < window:
