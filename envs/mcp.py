@@ -54,7 +54,7 @@ def connect(path: str, seconds: float) -> list[Tool]:
     try:
         for server, listing in zip(servers, listings, strict=True):
             tools += map(server.tool, listing.result())
-    except Exception as error:  # the SDK raises anything at what is no MCP server
+    except Exception as error:  # the SDK may raise anything if it is no MCP server
         close_all()
         raise ConfigError(f"--mcp_config={path}: {reason(error)}") from None
     return tools

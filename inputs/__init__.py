@@ -1,1 +1,1 @@
-"""From rows to token ids and image tensors; how calls are written in text; what a trajectory holds."""
+"""From rows to token ids and image tensors; formats of tool calls; trajectories."""

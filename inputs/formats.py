@@ -155,7 +155,7 @@ def as_call(call: dict) -> Call:
     return Call("", error=f"a call must be {form}, not {shorten(function, 200)}")
 
 
-# ---- how a model is told --------------------------------------------------------------------------------------------
+# ---- instructions ----------------------------------------------------------------------------------------------------
 
 HOW_TO_CALL = {
     "hermes": 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.',

@@ -1,1 +1,1 @@
-"""A model of transformers: loaded, its parts by what they do, packed forward passes, where its weights lie."""
+"""Models of transformers: loading, parts, packed forward passes, where weights are."""

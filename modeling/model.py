@@ -1,4 +1,4 @@
-"""A model of transformers: its parts by what they do; its logits; its adapters, folded in or alone."""
+"""A model of transformers: its parts by role; its logits; its adapters, folded in or alone."""
 
 import contextlib
 import re
