@@ -67,7 +67,7 @@ def check(cfg: TrainConfig) -> None:
     limit = cfg.prompts_per_step * (1 + cfg.max_staleness)
     if not cfg.prompts_per_step <= (cfg.in_flight or cfg.prompts_per_step) <= limit:
         raise ConfigError(
-            f"--in_flight={cfg.in_flight}: give --prompts_per_step={cfg.prompts_per_step}, the groups of a step, to "
+            f"--in_flight={cfg.in_flight}: give a number from --prompts_per_step={cfg.prompts_per_step} to "
             f"{limit}; with more, groups would be older than --max_staleness={cfg.max_staleness} when their step comes."
         )
     if cfg.max_staleness + 1 < cfg.push_steps:
