@@ -47,7 +47,7 @@ class Batch:
     teacher_logprobs: Tensor | None = None  # [B, T] of a teacher; nan on tokens that none scored; None without one
     teacher_top: Tensor | None = None  # [B, T, k] int64: the teacher's likeliest tokens (--distill_topk), and
     teacher_top_logprobs: Tensor | None = None  # [B, T, k] their log-probs; -inf where it gave fewer
-    top_logprobs: Tensor | None = None  # [B, T, k] the policy's of the same tokens, with gradient; `compute_logprobs`
+    top_logprobs: Tensor | None = None  # [B, T, k] the policy's of the same tokens, with gradient; `micro_loss`
     values: Tensor | None = None  # [B, T] of a critic, before the step's updates (train_ppo.py), and
     returns: Tensor | None = None  # [B, T] the targets that the critic is fitted to
     baselines: Tensor | None = None  # [B] remax: score of a greedy completion of the same prompt; rae: mean of the role

@@ -442,60 +442,55 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, c
     ratio_moves = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
     read = bool(needed & {"old_logprobs", "entropy", "sum_pi_squared"}) or cfg.kl_in_reward
     if ratio_moves or read or cfg.top_entropy_quantile < 1:
-        batch.old_logprobs, batch.entropy, batch.sum_pi_squared = all_logprobs(policy, batch, cfg)
+        outputs = all_logprobs(policy, batch, cfg)
+        batch.old_logprobs, batch.entropy = outputs["logprobs"], outputs["entropy"]
+        batch.sum_pi_squared = outputs["sum_pi_squared"]
     if reference is not None:
-        batch.ref_logprobs = all_logprobs(reference, batch, cfg)[0]
+        batch.ref_logprobs = all_logprobs(reference, batch, cfg)["logprobs"]
     elif cfg.beta > 0 or "ref_logprobs" in needed:
         unrouted = replace(batch, routed_experts=None)  # the reference chooses its experts itself
         with unwrapped(policy).model.disable_adapter():  # LoRA: without its adapters the policy is the reference
-            batch.ref_logprobs = all_logprobs(policy, unrouted, cfg)[0]
+            batch.ref_logprobs = all_logprobs(policy, unrouted, cfg)["logprobs"]
 
 
 @torch.no_grad()
-def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
+def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
     """`compute_logprobs` of the whole batch, without gradient, micro-batch by micro-batch.  [B, T] each
 
     The policy stays in train mode, as in updates; `to_train` has set every dropout to 0.
     """
-    contexts, outputs = split_restarts(batch), []  # one row per context of a completion; usually the same batch
+    contexts = split_restarts(batch)  # one row per context of a completion; usually the same batch
+    outputs: dict[str, Tensor] = {}
     # Lists of row numbers. An empty one, where other ranks have more passes, computes row 0 with a mask of 0.
     for rows in micro_batches(contexts, cfg):
-        parts = compute_logprobs(policy, contexts.select(rows), cfg)
-        outputs = outputs or [part.new_zeros(*contexts.loss_mask.shape, *part.shape[2:]) for part in parts]
-        for output, part in zip(outputs, parts, strict=True):
+        for name, values in compute_logprobs(policy, contexts.select(rows), cfg).items():
+            if name not in outputs:
+                outputs[name] = values.new_zeros(*contexts.loss_mask.shape, *values.shape[2:])
             if rows:
-                output[rows, : part.shape[1]] = part
-    return tuple(merge_restarts(output, contexts, batch) for output in outputs)
+                outputs[name][rows, : values.shape[1]] = values
+    return {name: merge_restarts(values, contexts, batch) for name, values in outputs.items()}
 
 
-def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, ...]:
-    """Log-prob of each sampled token; entropy and sum of squared probabilities of the distribution it comes from; in
-    training with --router_aux_coef also the pass's balancing loss. 0 elsewhere. Log-probs have a gradient, the entropy
-    only if the loss reads it.  [B, T] each
-
-    Sets batch.top_logprobs [B, T, k] if a teacher has named its k likeliest tokens (batch.teacher_top).
-    """
+def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[str, Tensor]:
+    """What `Policy.forward` says of each sampled token: "logprobs", "entropy", "sum_pi_squared" ..., 0 elsewhere.
+    Log-probs have a gradient, the entropy only if the loss reads it.  [B, T] each"""
     where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns of the N sampled tokens
     # inputs: of the model, [R, L]. Completions a and b of a prompt p share one row: p p a a a b b. at_rows, at_columns
     # [N]: the position in `inputs` that predicts each sampled token, in the order of `where`. targets [N]: the token,
-    # or [N, 1 + k] with the k that the teacher finds likeliest in its place.
+    # or [N, 1 + k] with the k that a teacher finds likeliest in its place (batch.teacher_top).
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
-
-    def placed_back(values: Tensor) -> Tensor:  # [N, ...] -> [B, T, ...]
-        return values.new_zeros(*batch.loss_mask.shape, *values.shape[1:]).index_put(where, values)
-
-    logprobs, *others = map(placed_back, policy(inputs, at_rows, at_columns, targets, cfg.temperature))
-    if logprobs.ndim > 2:
-        batch.top_logprobs, logprobs = logprobs[..., 1:], logprobs[..., 0]
-    return logprobs, *others
+    outputs = policy(inputs, at_rows, at_columns, targets, cfg.temperature)  # [N] or [N, ...] each
+    if targets.ndim > 1:
+        outputs["of_teacher_top"], outputs["logprobs"] = outputs["logprobs"][:, 1:], outputs["logprobs"][:, 0]
+    empty = batch.loss_mask.shape  # [N, ...] -> [B, T, ...]
+    return {name: x.new_zeros(*empty, *x.shape[1:]).index_put(where, x) for name, x in outputs.items()}
 
 
 # ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], numbers to log) =============================================
 
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index need
-# this rank alone; whiten and normalize work over all ranks, so every rank has to call them. `has_signal` (section 3)
-# and `leave_out` judge a group by its scores: edit them for an advantage that learns from reward_components where
-# scores are equal.
+# this rank alone; whiten and normalize work over all ranks, so every rank has to call them. With --dynamic_sampling
+# edit `has_signal` (section 3), too, for an advantage that learns from reward_components where scores are equal.
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -570,7 +565,9 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
 #                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top, old_logprobs (a loss has
 #                                   these in any case), and for `prepare` current_logprobs, computed before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
-#                                   or all ranks. A loss, which gets micro-batches, reads its rows of batch.extras[name]
+#                                   or all ranks. A loss, which gets micro-batches, reads its rows of
+# batch.extras[name].
+#                                   With current_logprobs it sees the old_logprobs of the loss, else those of the step
 #     mine.check = function         (cfg) -> why it does not work with these settings, or None
 #     mine.compares_group = False   an advantage that works with one completion per prompt
 
@@ -715,7 +712,9 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B], bool. A critic, which is updated before there are advantages, learns from every row.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
-    two_stage = TwoStageBackward(policy)  # what the loss calls; it skips the model's backward pass if nothing needs it
+    # Called in place of the policy: gives the loss detached outputs, and sends their gradients, if any, through the
+    # model.
+    two_stage = TwoStageBackward(policy)
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
         with parameters.exchanging(policy, last):
@@ -736,7 +735,7 @@ def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Ba
         return batch
     seen_by_loss = batch
     if "current_logprobs" in needs(cfg):
-        batch.current_logprobs = all_logprobs(policy, batch, cfg)[0]
+        batch.current_logprobs = all_logprobs(policy, batch, cfg)["logprobs"]
         seen_by_loss = replace(batch, old_logprobs=pi_old(batch.current_logprobs, batch, cfg))
     for function in (POLICY_LOSSES[cfg.policy_loss], own_term):
         batch.extras |= checks.prepared(function, seen_by_loss, cfg)
@@ -760,7 +759,8 @@ def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
 
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """This micro-batch's share of the update's loss; and statistics, [B, T] each."""
-    logprobs, entropy, _, *aux_losses = compute_logprobs(policy, part, cfg)  # [B, T] each; sets part.top_logprobs
+    outputs = compute_logprobs(policy, part, cfg)  # [B, T] each
+    logprobs, entropy = outputs["logprobs"], outputs["entropy"]
     if part.record is not None:
         record(part, logprobs, entropy)
     part = replace(part, old_logprobs=pi_old(logprobs, part, cfg))  # for the loss and `correction`
@@ -776,7 +776,8 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor,
             kl = kl * log_ratio(logprobs, part).exp()
         per_token = per_token + cfg.beta * kl
         stats["kl"] = kl
-    if part.top_logprobs is not None:
+    if "of_teacher_top" in outputs:
+        part.top_logprobs = outputs["of_teacher_top"]  # [B, T, k]
         distance, numbers = divergence(part, cfg)  # [B, T]
         per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
     per_token = per_token - cfg.entropy_coef * entropy  # without gradient unless Policy.entropy_gradient
@@ -784,7 +785,8 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor,
     # Terms with other weights.
     own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, weights applied
     loss, stats = loss + own, stats | numbers
-    for aux_loss in aux_losses:  # at most one: a mean over the pass, weighted by the pass's share of tokens
+    if "aux_loss" in outputs:  # a mean over the pass, weighted by the pass's share of tokens
+        aux_loss = outputs["aux_loss"]
         loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(part.update_tokens, 1)
         stats["routing/aux_loss"] = aux_loss
     return loss, stats
@@ -867,10 +869,12 @@ class Policy(nn.Module):
     def hf_model(self) -> nn.Module:  # the transformers model, below PEFT
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
-    def forward(self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature=1.0) -> tuple:
-        """Log-prob of `targets` [N] or [N, m], given the tokens of `inputs` (R rows of length L) up to (rows, columns)
-        [N]; entropy and sum of squared probabilities of their distribution [N]; then what `top` and --router_aux_coef
-        add."""
+    def forward(
+        self, inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Given the tokens of `inputs` (R rows of length L) up to (rows, columns) [N]: "logprobs" of `targets`, [N] or
+        [N, m]; "entropy" and "sum_pi_squared" of their distribution [N]; "top_logprobs" and "top_ids" [N, top] of a
+        teacher; in training with --router_aux_coef the pass's "aux_loss" [N], the same number for all."""
         device = targets.device.type
         # Without cache: chunks would share one cast weight, whose gradient would be summed in bfloat16.
         casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
@@ -889,13 +893,14 @@ class Policy(nn.Module):
                 parts = [self.head(h, t, temperature) for h, t in chunks]
             else:  # the backward pass recomputes the logits of each chunk
                 parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False) for h, t in chunks]
-            returned = [torch.cat(part) for part in zip(*parts, strict=True)]
+            outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             if self.balance and torch.is_grad_enabled():
-                returned.append(self.balance(out.router_logits, inputs["attention_mask"]).expand(len(hidden)))
-        return tuple(returned)
+                aux_loss = self.balance(out.router_logits, inputs["attention_mask"])  # a scalar
+                outputs["aux_loss"] = aux_loss.expand(len(hidden))
+        return outputs
 
-    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """The output layer at sampled positions.  [n, H], [n] or [n, m] -> [n] or [n, m], [n], [n]"""
+    def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> dict[str, Tensor]:
+        """`forward` from the hidden states on, for a chunk.  hidden: [n, H]"""
         logits = logits_of(self.hf_model, hidden, self.float32).float()  # [n, V]
         if self.never:
             logits = logits.index_fill(1, torch.tensor(self.never, device=logits.device), -1e9)  # -inf * 0 would be nan
@@ -911,7 +916,8 @@ class Policy(nn.Module):
             entropy = -(p * log_p).sum(-1)  # [n]
         # Updates do not read the sum of squares, and save this pass over [n, V].
         squares = torch.zeros_like(entropy) if trains else (p**2).sum(-1)  # [n]
-        return of_targets, entropy, squares, *(log_p.topk(self.top) if self.top else ())
+        top = dict(zip(("top_logprobs", "top_ids"), log_p.topk(self.top), strict=True)) if self.top else {}
+        return {"logprobs": of_targets, "entropy": entropy, "sum_pi_squared": squares} | top
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> nn.Module:
@@ -1043,7 +1049,7 @@ def weight_buckets(
     bucket, size = [], 0
     # Layers are not split, since checkpoints join some of their tensors. Everything here is lazy: under FSDP1 a module
     # has its weights only while one_by_one is at it.
-    for _, layer in groupby(one_by_one(model), lambda found: parameters.layer_of(f"{found[0]}.")):
+    for _, layer in groupby(one_by_one(model), parameters.layer_of):
         for key, tensor in chain.from_iterable(parameters_of(name, module, dtype) for name, module in layer):
             if key not in names:
                 continue

@@ -124,9 +124,9 @@ class Critic(Policy):
         for parameter in set(self.hf_model.parameters()) - used:  # the output layer's: DDP would wait for gradients
             parameter.requires_grad_(False)
 
-    def head(self, hidden: Tensor, *_) -> tuple[Tensor]:
+    def head(self, hidden: Tensor, *_) -> dict[str, Tensor]:
         """[n, H] -> [n]"""
-        return (self.value(hidden),)
+        return {"values": self.value(hidden)}
 
 
 class CriticTrainer:
@@ -159,7 +159,7 @@ class CriticTrainer:
         metrics: dict[str, float] = {}
         cfg = replace(cfg, shared_prefix=cfg.shared_prefix and self.shares)
         with clock(metrics, "critic"):
-            (batch.values,) = all_logprobs(self.module, batch, cfg)
+            batch.values = all_logprobs(self.module, batch, cfg)["values"]
             _, batch.returns = gae_returns(batch, cfg)
             mask = batch.loss_mask
             _, mean, spread = utils.global_moments(batch.returns, mask)
@@ -174,7 +174,7 @@ class CriticTrainer:
 
 def critic_loss(critic: nn.Module, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """This micro-batch's share of the critic's loss, and statistics as per-token matrices [B, T]."""
-    (values,) = compute_logprobs(critic, part, cfg)  # [B, T]
+    values = compute_logprobs(critic, part, cfg)["values"]  # [B, T]
     per_token, stats = value_loss(values, part, cfg)
     return (part.weights * per_token).sum(), stats
 

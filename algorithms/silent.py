@@ -20,10 +20,10 @@ class TwoStageBackward:
         self.policy, self.skips = policy, True
         self.pairs: list[tuple[Tensor, Tensor]] = []  # (an output of the policy, its values as a leaf)
 
-    def __call__(self, *inputs) -> list[Tensor]:
+    def __call__(self, *inputs) -> dict[str, Tensor]:
         returned = self.policy(*inputs)
-        leaves = [values.detach().requires_grad_(values.requires_grad) for values in returned]
-        self.pairs.extend(pair for pair in zip(returned, leaves, strict=True) if pair[0].requires_grad)
+        leaves = {name: values.detach().requires_grad_(values.requires_grad) for name, values in returned.items()}
+        self.pairs.extend((values, leaves[name]) for name, values in returned.items() if values.requires_grad)
         return leaves
 
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from algorithms import checks
 from algorithms.distillation import distill_metrics
@@ -178,11 +178,10 @@ def add(batch: Batch, run, trajectories: list[Trajectory], pad_id: int, cfg: Tra
         teacher = run.teacher or run.policy  # the policy itself, with another prompt
         teacher_batch, began = as_seen(batch, trajectories, pad_id, cfg), time.perf_counter()
         unwrapped(teacher).top = cfg.distill_topk
-        # [B, T], [B, T, k]: its log-probs, its tokens
-        logprobs, _, _, *top = all_logprobs(teacher, teacher_batch, cfg)
+        outputs = all_logprobs(teacher, teacher_batch, cfg)
         unwrapped(teacher).top = 0
         metrics["time/teacher"] = time.perf_counter() - began
-        enter(batch, teacher_batch, trajectories, logprobs, top, cfg)
+        enter(batch, teacher_batch, trajectories, outputs, cfg)
     drop_unknown(batch, unwrapped(run.policy).hf_model.config.get_text_config().vocab_size)
     return metrics | distill_metrics(batch)
 
@@ -217,20 +216,19 @@ def as_seen(batch: Batch, trajectories: list[Trajectory], pad_id: int, cfg: Trai
     return replace(teacher_batch, groups=batch.groups)
 
 
-def enter(
-    batch: Batch, seen: Batch, trajectories: list[Trajectory], logprobs: Tensor, top: list[Tensor], cfg: TrainConfig
-) -> None:
-    """Copies the answer of a teacher in this process, [B, T'] and [B, T', k] for the batch `seen`, into the batch, for
-    the trajectories that it was asked about. Their sampled tokens are the same in both, in the same order."""
+def enter(batch: Batch, seen: Batch, trajectories: list[Trajectory], outputs: dict, cfg: TrainConfig) -> None:
+    """Copies the answer of a teacher in this process, `all_logprobs` of the batch `seen`, into the batch, for the
+    trajectories that it was asked about. Their sampled tokens are the same in both, in the same order."""
     is_asked = [
         "teacher_prompt" in t.info if domain.teacher_prompt else domain.teacher_id is not None
         for t, domain in ((t, cfg.of(t.row)) for t in trajectories)
     ]
-    is_asked = torch.tensor(is_asked, device=logprobs.device)[:, None]  # [B, 1]
+    is_asked = torch.tensor(is_asked, device=batch.loss_mask.device)[:, None]  # [B, 1]
     in_batch, in_seen = is_asked & (batch.loss_mask > 0), is_asked & (seen.loss_mask > 0)
-    batch.teacher_logprobs[in_batch] = logprobs[in_seen]
-    if top:
-        batch.teacher_top_logprobs[in_batch], batch.teacher_top[in_batch] = (values[in_seen] for values in top)
+    batch.teacher_logprobs[in_batch] = outputs["logprobs"][in_seen]
+    if "top_ids" in outputs:
+        batch.teacher_top_logprobs[in_batch] = outputs["top_logprobs"][in_seen]
+        batch.teacher_top[in_batch] = outputs["top_ids"][in_seen]
 
 
 def drop_unknown(batch: Batch, vocab_size: int) -> None:

@@ -54,10 +54,10 @@ def batch_of(samples: list[tuple[Prompt, list[list[int]]]], device: torch.device
 def own_forward(hf_model: nn.Module, autocast: bool) -> Callable:
     """A stand-in for Policy.forward: the log-probs that transformers gives the tokens, without a line of ours."""
 
-    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, *_) -> tuple[Tensor]:
+    def forward(inputs: dict, rows: Tensor, columns: Tensor, targets: Tensor, *_) -> dict[str, Tensor]:
         with torch.autocast(targets.device.type, torch.bfloat16, enabled=autocast):
             logits = hf_model(**inputs, use_cache=False).logits[rows, columns].float()  # [N, V]
-        return (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0],)
+        return {"logprobs": logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]}
 
     return forward
 

@@ -137,9 +137,9 @@ def as_in_a_checkpoint(hf_model: nn.Module, weights: list[tuple[str, Tensor]]) -
     return list(revert_weight_conversion(hf_model, dict(weights)).items())
 
 
-def layer_of(name: str) -> str:
-    """The prefix that all parameters of a layer share, such as "model.layers.3."; "" outside of layers."""
-    return re.match(r".*?\.\d+\.|", name)[0]
+def layer_of(named: tuple[str, nn.Module]) -> str:
+    """The beginning of the name that all modules of a layer have, such as "model.layers.3"; "" for others."""
+    return re.match(r".*?\.\d+(?=\.|$)|", named[0])[0]
 
 
 # ---- one by one -----------------------------------------------------------------------------------------------------

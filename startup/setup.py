@@ -68,7 +68,7 @@ def first_push(run, cfg: TrainConfig, all_logprobs: Callable, push_weights: Call
     text = agreement.trials(run.generator, unwrapped(run.policy).hf_model, cfg, itertools.chain(run.rows, run.held_out))
 
     def logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Tensor:
-        return all_logprobs(policy, batch, cfg)[0]
+        return all_logprobs(policy, batch, cfg)["logprobs"]
 
     def push() -> None:
         push_weights(run.policy, run.generator, run.first, cfg.push_bucket_mb)

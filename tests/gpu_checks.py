@@ -290,7 +290,7 @@ def rows(family: str, machine: Machine) -> str:
         policy = script.load_policy(cfg, machine.device)
         inner = script.unwrapped(policy)
         cfg = settled(cfg, policy, inner)
-        found = script.compute_logprobs(policy, batch, cfg)[0][sampled]
+        found = script.compute_logprobs(policy, batch, cfg)["logprobs"][sampled]
         return [found.detach(), gradient_of(found, inner.hf_model)], cfg.shared_prefix
 
     def gradient_of(found: torch.Tensor, model: torch.nn.Module) -> torch.Tensor:

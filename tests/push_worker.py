@@ -36,7 +36,7 @@ def difference(policy, cfg, generator) -> tuple[float, set[int]]:
     """Mean |trainer - server| log-prob over sampled tokens, and the versions the server says it sampled from."""
     trajectories = asyncio.run(single_turn(ROWS, generator, cfg))
     batch = script.collate(trajectories, 0, next(policy.parameters()).device)
-    logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    logprobs = script.all_logprobs(policy, batch, cfg)["logprobs"]
     total = ((logprobs - batch.sampling_logprobs).abs() * batch.loss_mask).sum() / batch.loss_mask.sum()
     return float(total), {t.policy_version for t in trajectories}
 

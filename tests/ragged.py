@@ -63,7 +63,7 @@ def full_gradients(policy) -> dict[str, torch.Tensor]:
 def settled(cfg: TrainConfig, policy, inner, given: list[Prompt] | None = None) -> TrainConfig:
     """As train_grpo.start leaves it: with plain rows where packed ones differ. given: prompts to try it with."""
     ids = list(range(20, 60))
-    logprobs = lambda batch, cfg: script.all_logprobs(policy, batch, cfg)[0]  # noqa: E731
+    logprobs = lambda batch, cfg: script.all_logprobs(policy, batch, cfg)["logprobs"]  # noqa: E731
     return check_policy(inner, logprobs, given or [Prompt(ids, ids)], cfg, inner.hf_model.device)
 
 
@@ -112,7 +112,7 @@ def all_gradients(base: TrainConfig, rank: int, world: int, device) -> dict[tupl
     policy = load_awake(base, device)
     inner = script.unwrapped(policy)
     batch = local_batch(rank, world, device)
-    logprobs = script.all_logprobs(policy, batch, base)[0]
+    logprobs = script.all_logprobs(policy, batch, base)["logprobs"]
     wave = torch.sin(batch.input_ids.float())
     batch.old_logprobs = (logprobs + 0.2 * wave) * batch.loss_mask
     batch.ref_logprobs = (logprobs - 0.3 * wave) * batch.loss_mask
@@ -174,5 +174,5 @@ def foreign_loss(logprobs, batch, cfg):
 def with_foreign_term(policy, part, cfg):
     """A term beside the policy loss, as somebody may write who copies the script."""
     loss, stats = script.micro_loss(policy, part, cfg)
-    logprobs, _, _ = script.compute_logprobs(policy, part, cfg)
+    logprobs = script.compute_logprobs(policy, part, cfg)["logprobs"]
     return loss - 0.1 * (part.weights * logprobs).sum(), stats

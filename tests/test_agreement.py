@@ -53,7 +53,9 @@ def test_gradients_through_them(family, tmp_path):
     check(policy, inner, cfg)
     model, tokens = copy.deepcopy(inner.hf_model), torch.tensor([5, 7, 9, 11, 3, 8])
     ids = torch.cat([IDS[:, :6], tokens[None]], 1)
-    policy(dict(input_ids=ids), torch.zeros(6, dtype=torch.long), torch.arange(5, 11), tokens)[0].sum().backward()
+    policy(dict(input_ids=ids), torch.zeros(6, dtype=torch.long), torch.arange(5, 11), tokens)[
+        "logprobs"
+    ].sum().backward()
     own = model(input_ids=ids, use_cache=False).logits[0, 5:-1].log_softmax(-1)
     own.gather(1, tokens[:, None]).sum().backward()
     for (name, ours), other in zip(inner.hf_model.named_parameters(), model.parameters(), strict=True):

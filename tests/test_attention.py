@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def logprobs_and_gradient(policy, batch, cfg) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, T] and all gradients in one vector."""
     policy.zero_grad()
-    logprobs = script.compute_logprobs(policy, batch, cfg)[0]
+    logprobs = script.compute_logprobs(policy, batch, cfg)["logprobs"]
     (logprobs * torch.sin(batch.input_ids.float())).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     return logprobs.detach(), gradient.double()

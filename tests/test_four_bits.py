@@ -35,7 +35,7 @@ CUTS = {
 def batch_of(policy, cfg: TrainConfig, rank: int, world: int):
     """The reference is the base without adapters."""
     batch = local_batch(rank, world)
-    batch.old_logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    batch.old_logprobs = script.all_logprobs(policy, batch, cfg)["logprobs"]
     batch.ref_logprobs = batch.old_logprobs - 0.3 * batch.loss_mask
     return batch
 
@@ -81,7 +81,7 @@ def test_gradient_is_that_of_peft_and_transformers_alone(cfg, policy):
             parameter.data.copy_(learned[name])
     batch = local_batch(0, 1)
     own.zero_grad()
-    (script.compute_logprobs(own, batch, cfg)[0] * batch.advantages).sum().backward()
+    (script.compute_logprobs(own, batch, cfg)["logprobs"] * batch.advantages).sum().backward()
     for ids, there, advantages in zip(batch.input_ids, batch.attention_mask, batch.advantages, strict=True):
         ids = ids[: int(there.sum())]
         logprobs = plain(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
@@ -108,7 +108,7 @@ def test_the_policy_itself_samples_and_stays_as_it_is(cfg, policy):
     modes = [module.training for module in inner.modules()]
     found = asyncio.run(generator.generate([5, 6, 7, 8], n=4, max_tokens=12))
     batch = agreement.batch_of([(Prompt([5, 6, 7, 8], []), [c.token_ids for c in found])], CPU)
-    logprobs = script.compute_logprobs(own, batch, cfg)[0]
+    logprobs = script.compute_logprobs(own, batch, cfg)["logprobs"]
     sampled = torch.tensor(sum((c.logprobs for c in found), []))
     assert (logprobs[batch.loss_mask.bool()] - sampled).abs().max() < 1e-5
     assert [module.training for module in inner.modules()] == modes and logprobs.requires_grad

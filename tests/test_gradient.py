@@ -75,7 +75,7 @@ def test_silent_groups_are_not_passed_back(case, monkeypatch):
     policy = script.load_policy(cfg, torch.device("cpu"))
     inner = script.unwrapped(policy)
     batch = local_batch(0, 1)
-    batch.sampling_logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    batch.sampling_logprobs = script.all_logprobs(policy, batch, cfg)["logprobs"]
     batch.ref_logprobs = batch.sampling_logprobs - 0.3 if case == "kl" else None
     batch.advantages = batch.advantages * (batch.groups > 2)[:, None]
     forward, backward = [], []
@@ -99,7 +99,7 @@ def test_chunks_of_the_output_layer_sum_their_gradient_in_float32(chunk, monkeyp
     def gradient(dtype: str, size: int) -> torch.Tensor:
         policy = script.load_policy(TrainConfig(compute_dtype=dtype, logprob_chunk=size), device)
         inner = script.unwrapped(policy)
-        logprobs = policy({}, torch.zeros(n, dtype=torch.long), torch.arange(n), ids)[0]
+        logprobs = policy({}, torch.zeros(n, dtype=torch.long), torch.arange(n), ids)["logprobs"]
         (weights * logprobs).sum().backward()
         return inner.hf_model.lm_head.weight.grad
 

@@ -93,7 +93,7 @@ def test_a_term_of_ones_own(small, monkeypatch):
     """It sees rows and step, is logged, counts for silent groups, and is cut as everything else is."""
     cfg, policy, inner, batch = small
     batch.advantages = batch.advantages * (batch.groups > 2)[:, None]
-    batch.sampling_logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    batch.sampling_logprobs = script.all_logprobs(policy, batch, cfg)["logprobs"]
     batch.rows, batch.step = [{"weight": 0.1 * n} for n in range(len(batch))], 3
 
     def sft(logprobs, entropy, part, cfg):

@@ -138,7 +138,9 @@ def test_adapters_learn_on_weights_that_were_published_in_4_bits(sources, kind):
     cfg = config(sources[kind], use_peft=True, load_in="4bit")
     policy = load_policy(cfg, torch.device("cpu"))
     ids = torch.arange(5, 12)[None]
-    policy({"input_ids": ids}, torch.zeros(6, dtype=torch.long), torch.arange(6), ids[0, 1:])[0].sum().backward()
+    policy({"input_ids": ids}, torch.zeros(6, dtype=torch.long), torch.arange(6), ids[0, 1:])[
+        "logprobs"
+    ].sum().backward()
     learned = [p.grad.abs().sum() > 0 for name, p in policy.named_parameters() if "lora_B" in name]
     assert len(learned) == 14 and all(learned)
 
@@ -177,7 +179,9 @@ def test_weights_that_a_folder_lacks_are_named(sources, tmp_path):
     for kind, expected in ((Policy, pytest.raises(ConfigError, match="lm_head.weight")), (Critic, nullcontext())):
         with expected:
             load_policy(config(headless), cpu, kind)
-    minimal = dict(generator="hf", dataset_id="benchmarks/toy.py:rows", output_dir=str(tmp_path))
+    minimal = dict(
+        generator="hf", dataset_id="benchmarks/toy.py:rows", reward_funcs=["length"], output_dir=str(tmp_path)
+    )
     with pytest.raises(ConfigError, match="lacks 1 weights"):
         train_minimal.train(train_minimal.Settings(model_id=str(less), **minimal))
     with pytest.raises(ConfigError, match="is quantised"):

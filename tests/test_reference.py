@@ -64,7 +64,10 @@ def test_the_reference_is_the_model_that_the_run_began_with(lora):
         assert metrics["loss"] == pytest.approx(0.1 * metrics["kl"] - gain, abs=1e-5)
     assert metrics["kl"] > 0.01
     assert frozen and all(not p.requires_grad and torch.equal(p, was) for p, was in zip(frozen, before, strict=True))
-    now = script.all_logprobs(policy, batch, cfg)[0] * batch.loss_mask
+    now = script.all_logprobs(policy, batch, cfg)["logprobs"] * batch.loss_mask
     assert (now - expected).abs().max() > 0.1, "the adapters are on again, and the policy has moved"
     with inner.model.disable_adapter() if lora else contextlib.nullcontext():
-        assert torch.allclose(now, script.all_logprobs(policy, batch, cfg)[0] * batch.loss_mask, atol=1e-4) != lora
+        assert (
+            torch.allclose(now, script.all_logprobs(policy, batch, cfg)["logprobs"] * batch.loss_mask, atol=1e-4)
+            != lora
+        )

@@ -116,7 +116,7 @@ def both() -> tuple:
     policy = script.load_policy(cfg, torch.device("cpu"))
     batch = script.collate([completion(n) for n in range(len(ROWS))], 0, torch.device("cpu"))
     script.add_advantages(batch, cfg)
-    of_rows = script.all_logprobs(policy, batch, cfg)[0]
+    of_rows = script.all_logprobs(policy, batch, cfg)["logprobs"]
     script.start_record(batch)
     gradients(policy, batch, cfg)
     return of_rows, batch.record.logprob, batch.loss_mask

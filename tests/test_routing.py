@@ -123,7 +123,7 @@ def test_every_cut_replays_the_same(checkpointing, monkeypatch):
     parts = []
     for row in range(len(batch)):  # each by itself
         part = batch.select([row])
-        found = script.compute_logprobs(policy, part, cfg)[0]
+        found = script.compute_logprobs(policy, part, cfg)["logprobs"]
         (found * torch.sin(part.input_ids.float())).sum().backward()
         parts.append(found[0].detach())
     alone = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).double()

@@ -46,7 +46,7 @@ def ours(settings: dict) -> dict:
         t.group -= 3 * rank
     batch = script.collate([t for t, _ in mine], 0, CPU, rank, STEP)
     batch.advantages = script.dr_grpo(batch, cfg)
-    now = script.all_logprobs(policy, batch, cfg)[0]
+    now = script.all_logprobs(policy, batch, cfg)["logprobs"]
     for field, name in enumerate(FIELDS):
         values = now.clone()
         for row, (t, noise) in enumerate(mine):
@@ -197,7 +197,7 @@ def test_the_output_layer_in_float32_multiplies_in_it(monkeypatch):
     for dtype in ("auto", "float32"):
         inner = script.load_policy(replace(CFG, head_dtype=dtype), CPU)
         with torch.autocast("cpu", torch.bfloat16):
-            found[dtype] = inner.head(hidden, targets, 1.0)[0]
+            found[dtype] = inner.head(hidden, targets, 1.0)["logprobs"]
     weight = inner.hf_model.lm_head.weight
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)[targets, targets]
     assert (found["float32"] - exact).abs().max() < 5e-6 < 1e-4 < (found["auto"] - exact).abs().max()

@@ -38,7 +38,7 @@ def policy():
 def prepared(policy, cfg) -> script.Batch:
     """An update off policy, so that clips bind, with a group that is silent."""
     batch = ragged.local_batch(0, 1)
-    logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    logprobs = script.all_logprobs(policy, batch, cfg)["logprobs"]
     wave = torch.sin(batch.input_ids.float())
     batch.old_logprobs = (logprobs + 0.4 * wave) * batch.loss_mask
     batch.sampling_logprobs = (logprobs + 0.6 * wave) * batch.loss_mask
@@ -53,16 +53,16 @@ def derivative(policy, batch, cfg, loss_of) -> torch.Tensor:
 
     def given(*inputs):
         with torch.no_grad():
-            found["values"] = [values.requires_grad_() for values in policy(*inputs)]
+            found["values"] = {name: values.requires_grad_() for name, values in policy(*inputs).items()}
         return found["values"]
 
     if prepare := getattr(script.POLICY_LOSSES[cfg.policy_loss], "prepare", None):
-        now = script.all_logprobs(policy, batch, cfg)[0]
+        now = script.all_logprobs(policy, batch, cfg)["logprobs"]
         batch = replace(batch, extras=prepare(replace(batch, current_logprobs=now), cfg))
     mask, whole = batch.loss_mask, replace(batch, record=None)
     whole.weights, tokens = script.weights_of_update(whole, cfg)
     loss, _ = loss_of(given, whole, cfg)
-    (gradient,) = torch.autograd.grad(loss, found["values"][:1], allow_unused=True)
+    (gradient,) = torch.autograd.grad(loss, found["values"]["logprobs"], allow_unused=True)
     out = torch.zeros_like(mask)
     if gradient is not None:
         out[mask.nonzero(as_tuple=True)] = -tokens * gradient
@@ -82,7 +82,8 @@ def test_a_weight_is_the_derivative_of_the_whole_loss(loss, policy, monkeypatch)
         torch.manual_seed(0)
         script.accumulate_gradients(policy, batch, cfg)
         torch.testing.assert_close(batch.record.weight, expected, rtol=1e-3, atol=1e-4, msg=f"{loss} {mode}")
-        logprobs, entropy, _ = script.all_logprobs(policy, batch, cfg)
+        outputs = script.all_logprobs(policy, batch, cfg)
+        logprobs, entropy = outputs["logprobs"], outputs["entropy"]
         sampled = batch.loss_mask > 0
         torch.testing.assert_close(batch.record.logprob[sampled], logprobs[sampled], rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(batch.record.entropy[sampled], entropy[sampled], rtol=1e-3, atol=1e-4)

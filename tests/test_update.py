@@ -34,7 +34,8 @@ def policy():
 
 def make_batch(policy, cfg) -> script.Batch:
     batch = local_batch(0, 1)
-    batch.sampling_logprobs, batch.entropy, batch.sum_pi_squared = script.all_logprobs(policy, batch, cfg)
+    outputs = script.all_logprobs(policy, batch, cfg)
+    batch.sampling_logprobs, batch.entropy, batch.sum_pi_squared = outputs.values()
     batch.old_logprobs = batch.sampling_logprobs.clone()
     batch.baselines, batch.reward_components = torch.full((15,), 0.5), batch.scores[:, None].repeat(1, 2)
     return batch
@@ -132,7 +133,7 @@ def test_the_entropy_bonus_has_a_gradient_and_raises_the_entropy(policy):
     batch = make_batch(policy, cfg)
     batch.advantages = torch.zeros_like(batch.loss_mask)
     script.update(policy, script.make_optimizer(policy, cfg), batch, cfg, 0)
-    _, entropy, _ = script.all_logprobs(policy, batch, cfg)
+    entropy = script.all_logprobs(policy, batch, cfg)["entropy"]
     policy.entropy_gradient = False
     policy.load_state_dict(start)
     assert entropy.sum() > batch.entropy.sum()

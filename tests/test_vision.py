@@ -96,7 +96,7 @@ def direct_logprobs(tiny, row: int) -> torch.Tensor:
 def test_logprobs_are_those_of_transformers(tiny):
     """With the prompt shared and repeated, several images, and rows without any beside them."""
     for shared in {tiny.cfg.shared_prefix, False}:
-        logprobs = script.all_logprobs(tiny.policy, tiny.batch, replace(tiny.cfg, shared_prefix=shared))[0]
+        logprobs = script.all_logprobs(tiny.policy, tiny.batch, replace(tiny.cfg, shared_prefix=shared))["logprobs"]
         for row in range(0, len(tiny.batch), 2):
             mine = logprobs[row][tiny.batch.loss_mask[row] > 0]
             assert (mine - direct_logprobs(tiny, row)).abs().max() < 1e-5, (row, shared)
@@ -136,7 +136,7 @@ def test_the_sampler_sees_what_is_trained_on(tiny):
         return
     trajectories = asyncio.run(single_turn(tiny.rows, generator, cfg))
     batch = script.collate(trajectories, 0, torch.device("cpu"))
-    logprobs = script.all_logprobs(tiny.policy, batch, cfg)[0]
+    logprobs = script.all_logprobs(tiny.policy, batch, cfg)["logprobs"]
     assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4
     assert not torch.isin(batch.input_ids[batch.loss_mask > 0], torch.tensor(tiny.inner.never)).any()
 
@@ -296,7 +296,7 @@ def test_images_of_rows_and_of_an_environment(family, tmp_path):
     for shared in {cfg.shared_prefix, False}:
         for budget in (100_000, 200):
             cut = TrainConfig(**vars(cfg) | {"shared_prefix": shared, "tokens_per_microbatch": budget})
-            logprobs = script.all_logprobs(policy, batch, cut)[0]
+            logprobs = script.all_logprobs(policy, batch, cut)["logprobs"]
             assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4, (shared, budget)
 
 
@@ -331,7 +331,7 @@ def test_images_of_an_agent(family, tmp_path):
     assert len(t.info["restarts"]) == 1 and t.turns == 3
     batch = script.collate([t, t], 0, torch.device("cpu"))
     for shared in {cfg.shared_prefix, False}:
-        logprobs = script.all_logprobs(policy, batch, replace(cfg, shared_prefix=shared))[0]
+        logprobs = script.all_logprobs(policy, batch, replace(cfg, shared_prefix=shared))["logprobs"]
         assert ((logprobs - batch.sampling_logprobs) * batch.loss_mask).abs().max() < 1e-4, shared
 
 

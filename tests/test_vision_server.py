@@ -47,7 +47,7 @@ def run(server):
 
 def difference(policy, batch, cfg) -> float:
     """Mean |trainer - server| log-prob of the sampled tokens."""
-    logprobs = script.all_logprobs(policy, batch, cfg)[0]
+    logprobs = script.all_logprobs(policy, batch, cfg)["logprobs"]
     return float(((logprobs - batch.sampling_logprobs).abs() * batch.loss_mask).sum() / batch.loss_mask.sum())
 
 
