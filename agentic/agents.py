@@ -29,7 +29,7 @@ import psutil
 from agentic.recorder import Conversation, recorder
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
 from envs.base import limited, read_score
-from envs.tools import places
+from envs.tools import slots
 from inputs.trajectory import Trajectory, TrajectoryError
 from safety.results import plain
 
@@ -69,7 +69,7 @@ def check_agent(cfg: TrainConfig) -> None:
 
 async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory:
     """One trajectory of the agent. TrajectoryError if it fails; errors of the generator are raised unchanged."""
-    async with places(asyncio.get_running_loop(), "agents", cfg.agent_concurrency):
+    async with slots(asyncio.get_running_loop(), "agents", cfg.agent_concurrency):
         conversation = Conversation(row, generator, cfg)
         key = recorder().open(conversation)
         endpoint = Endpoint(recorder().url, key, cfg.model_id, conversation.trajectory)
@@ -88,11 +88,11 @@ async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory
     if trajectory is None:
         hint = f"; it printed last: {outcome['last_line']}" if outcome.get("last_line") else ""
         raise TrajectoryError(f"--agent {cfg.agent} ended without an answer from the model{hint}", row)
-    trajectory.info |= {"agent": outcome} | rewarded(result, trajectory.info["turns"], row, cfg)
+    trajectory.info |= {"agent": outcome} | store_reward(result, trajectory.info["turns"], row, cfg)
     return trajectory
 
 
-def rewarded(result, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
+def store_reward(result, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
     """Store the agent's reward in its last turn, where the reward function `environment` finds it."""
     numbers = dict(result) if isinstance(result, dict) else {"reward": result}
     reward = numbers.pop("reward", None)

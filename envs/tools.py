@@ -150,7 +150,7 @@ CALLS_PER_TURN = 16  # further calls are not run, and the model reads so
 
 
 @functools.lru_cache(maxsize=8)
-def places(loop: asyncio.AbstractEventLoop, purpose: str, limit: int) -> asyncio.Semaphore:
+def slots(loop: asyncio.AbstractEventLoop, purpose: str, limit: int) -> asyncio.Semaphore:
     """The semaphore of an event loop, as one belongs to a single loop: each training step has its own, and so has an
     evaluation beside it."""
     return asyncio.Semaphore(limit)
@@ -175,7 +175,7 @@ async def run_calls(
 
 async def run_call(call: Call, tools: dict[str, Tool], cfg) -> dict:
     start, tool = time.perf_counter(), tools.get(call.name)
-    content, failed = await answered(call, tools, cfg)
+    content, failed = await call_result(call, tools, cfg)
     # Names that a model makes up must not become ever more metrics.
     name = call.name if tool else "unknown" if call.name else "unreadable"
     written = f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
@@ -183,7 +183,7 @@ async def run_call(call: Call, tools: dict[str, Tool], cfg) -> dict:
     return event | {"written": call.name, "arguments": call.arguments, "result": cut(content, cfg.max_tool_result)}
 
 
-async def answered(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, bool]:
+async def call_result(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, bool]:
     """(the tool's result or an error message, whether the call failed)"""
     if call.error:
         return f"Error: {call.error}", True
@@ -196,7 +196,7 @@ async def answered(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, boo
         faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in getattr(error, "errors", list)()]
         return f"Error: {call.name}: {'; '.join(faults) or error}", True
     seconds = tool.timeout or cfg.tool_timeout
-    async with places(asyncio.get_running_loop(), "tools", MOST_CALLS):
+    async with slots(asyncio.get_running_loop(), "tools", MOST_CALLS):
         outcome = await run_limited(tool.call, arguments, seconds, as_content)
     if outcome is None:
         warn_once(f"tool {tool.name!r} took over --tool_timeout={seconds:g} s; the model reads an error.")

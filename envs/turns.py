@@ -83,7 +83,7 @@ async def play(row: dict, group: int, environment, generator, cfg: TrainConfig) 
             break
         turn["observation"] = answers
         contexts += [[]] if forks else []
-    score = await judged(environment, turns, row, cfg)
+    score = await add_score(environment, turns, row, cfg)
     trajectory = trajectory_of(row, group, contexts)
     trajectory.finish_reason = finish
     trajectory.info |= score | {"shown": model_row["prompt"], "messages": sum(map(messages_of, turns), [])}
@@ -178,7 +178,7 @@ def trajectory_of(row: dict, group: int, contexts: list[list[Exchange]]) -> Traj
     )
 
 
-async def judged(environment, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
+async def add_score(environment, turns: list[dict], row: dict, cfg: TrainConfig) -> dict:
     """Add the environment's score() to the last turn's reward. Returns {"metrics": its metrics(), "unscored": whether
     no reward applies, since score() was None and no turn had a reward}."""
     score = await call_environment(environment, "score", row, cfg)

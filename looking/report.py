@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from looking.runs import Run, plain
-from looking.told import described
+from looking.told import page_content
 from runfiles import samples
 from runfiles.storable import replacing
 
@@ -29,13 +29,13 @@ def answers_of(run: Run) -> dict:
 
     From the first and the last step with tokens, these are the best and the worst completion of the group in which
     rewards differ most."""
-    answers = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": described([run], "step")}
+    answers = {f"run?{urlencode({'run': run.name, 'x': 'step'})}": page_content([run], "step")}
     places, vocabulary = [], samples.vocabulary(run.path)
     for path in samples.first_and_last(run.path / "completions", "token_ids"):
-        for number in samples.telling(path):
+        for number in samples.best_and_worst(path):
             place = {"run": run.name, "kind": "completions", "step": samples.step_of(path), "row": number}
             query, extras = urlencode(place), {"picture": None, "total": 0, "tokens": True}
-            answers[f"row?{query}"] = samples.described(path, [number])[0] | extras
+            answers[f"row?{query}"] = samples.readable_rows(path, [number])[0] | extras
             answers[f"tokens?{query}"] = samples.tokens(path, number, vocabulary, TOKENS)
             places.append(place)
     return answers | {"trajectories": places}

@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from config import ConfigError
 from looking.runs import Gone, Run, Runs, plain
-from looking.told import described, standing_out
+from looking.told import page_content, standing_out
 from runfiles import samples
 
 PAGE = Path(__file__).parent / "page"
@@ -84,9 +84,9 @@ def table(runs: Runs, ask: QueryParams) -> dict:
     return {"root": str(runs.root), "runs": sorted(summaries, key=lambda run: -(run["updated"] or 0))}
 
 
-def drawn(runs: Runs, ask: QueryParams) -> dict:
+def runs_page(runs: Runs, ask: QueryParams) -> dict:
     names = list(dict.fromkeys(ask.getlist("run")))[:COMPARED]
-    return described([runs.get(name) for name in names], ask.get("x", "step"))
+    return page_content([runs.get(name) for name in names], ask.get("x", "step"))
 
 
 def of(runs: Runs, ask: QueryParams) -> Run:
@@ -112,7 +112,7 @@ def row(runs: Runs, ask: QueryParams) -> dict:
     image = samples.image(path, number) if "picture" in names else None
     picture = f"data:image/png;base64,{base64.b64encode(image).decode()}" if image else None
     extras = {"picture": picture, "total": samples.count(path), "tokens": "token_ids" in names}
-    return samples.described(path, [number])[0] | extras
+    return samples.readable_rows(path, [number])[0] | extras
 
 
 def try_row(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
@@ -130,12 +130,12 @@ def try_row(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
 
 
 def of_rows(runs: Runs, ask: QueryParams) -> dict:
-    return {"rows": samples.described(step_file(runs, ask), [int(word) for word in ask["rows"].split(",")])}
+    return {"rows": samples.readable_rows(step_file(runs, ask), [int(word) for word in ask["rows"].split(",")])}
 
 
 ANSWERS = {
     "runs": table,
-    "run": drawn,
+    "run": runs_page,
     "steps": steps,
     "listing": lambda runs, ask: samples.listing(step_file(runs, ask)),
     "search": lambda runs, ask: {"rows": samples.search(step_file(runs, ask), ask["text"])},

@@ -9,7 +9,7 @@ from runfiles import advice
 from runfiles.reading import SOLVED, Curves, panels
 
 
-def described(runs: list[Run], axis: str) -> dict:
+def page_content(runs: list[Run], axis: str) -> dict:
     """The content of a run's page; of several runs their curves, in one chart per metric, and the settings that differ.
     axis: "step", "tokens" or "seconds"."""
     run_data = [(run.curves(), run.config()) for run in runs]
@@ -26,7 +26,7 @@ def described(runs: list[Run], axis: str) -> dict:
         "runs": [run.summary() for run in runs],
         "stride": max(run.lines()[2] for run in runs),
         "panels": [
-            {"title": title, "note": note, "curves": [c for name in names for c in drawn(name, run_data, axis)]}
+            {"title": title, "note": note, "curves": [c for name in names for c in curves_of(name, run_data, axis)]}
             for (title, note), names in charts.items()
             if names
         ],
@@ -35,13 +35,13 @@ def described(runs: list[Run], axis: str) -> dict:
     if len(runs) == 1:
         curves, config = run_data[0]
         times = curves.matching(["seconds/*"])
-        content |= {"times": [c for name in times for c in drawn(name, run_data, axis)], "config": config}
+        content |= {"times": [c for name in times for c in curves_of(name, run_data, axis)], "config": config}
         content |= {"notes": advice.notes(curves, config)}
         content |= {"texts": {n: text_of(runs[0].path / n) for n in ("command.txt", "environment.txt", "git.diff")}}
     return content
 
 
-def drawn(name: str, run_data: list[tuple[Curves, dict]], axis: str) -> list[dict]:
+def curves_of(name: str, run_data: list[tuple[Curves, dict]], axis: str) -> list[dict]:
     """The curve of each run that has the metric."""
     curve_list = []
     for number, (curves, _) in enumerate(run_data):

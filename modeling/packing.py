@@ -134,12 +134,12 @@ def micro_batches(batch: Batch, cfg: TrainConfig, learning: list[bool] | None = 
     groups = sharing(batch) if cfg.shared_prefix else [[row] for row in range(len(batch))]
     prefixes = [shared_prefix(batch, rows) if cfg.shared_prefix else 0 for rows in groups]
     limit = cfg.tokens_per_microbatch or 16384
-    units = [unit for rows, n in zip(groups, prefixes, strict=True) for unit in divided(rows, n, lengths, limit)]
-    passes = fitted(units, learning, limit, cfg.shared_prefix)
+    units = [unit for rows, n in zip(groups, prefixes, strict=True) for unit in parts_that_fit(rows, n, lengths, limit)]
+    passes = first_fit(units, learning, limit, cfg.shared_prefix)
     return [[]] * (int(utils.all_max(len(passes))) - len(passes)) + passes[::-1]
 
 
-def divided(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Iterator[tuple[int, list[int]]]:
+def parts_that_fit(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Iterator[tuple[int, list[int]]]:
     """(tokens, rows) of the parts into which a group is cut so that each fits a pass, prompt included."""
     size, part = 0, []
     for row in rows:
@@ -152,7 +152,7 @@ def divided(rows: list[int], prefix: int, lengths: list[int], limit: int) -> Ite
     yield size, part
 
 
-def fitted(units: list[tuple[int, list[int]]], learning: list[bool], limit: int, packed: bool) -> list[list[int]]:
+def first_fit(units: list[tuple[int, list[int]]], learning: list[bool], limit: int, packed: bool) -> list[list[int]]:
     """Rows of each pass, those that learn first. First fit: from the largest unit on, each goes into the first pass
     with room for it."""
     passes: list[list[tuple]] = []  # of (whether it learns, tokens, rows)

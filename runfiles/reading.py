@@ -31,7 +31,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
     any other broken line is a ConfigError."""
     path = Path(run_dir) / "metrics.jsonl"
     raw = path.read_bytes().splitlines() if path.exists() else []
-    lines = [parsed(line) for line in raw]
+    lines = [metrics_line(line) for line in raw]
     for number, line in enumerate(lines[:-1], 1):
         if line is None:
             fault = f"{path}, line {number} is no line of metrics: {raw[number - 1][:80]!r}."
@@ -60,10 +60,10 @@ def some_lines(run_dir: Path) -> tuple[list[dict], int]:
     steps = [number for number, line in enumerate(raw) if b'"eval/' not in line]
     stride = -(-len(steps) // MAX_LINES) or 1
     chosen = {*steps[::-stride], *({*range(len(raw))} - {*steps})}
-    return [line for number in sorted(chosen) if (line := parsed(raw[number]))], stride
+    return [line for number in sorted(chosen) if (line := metrics_line(raw[number]))], stride
 
 
-def parsed(line: bytes) -> dict | None:
+def metrics_line(line: bytes) -> dict | None:
     try:
         fields = json.loads(line)
         return fields if isinstance(fields["step"], (int, float)) else None

@@ -65,25 +65,25 @@ def reading(path: Path):
         raise Unreadable(f"{fault} ({str(error)[:300]})") from None
 
 
-def opened(path: Path) -> pq.ParquetFile:
+def parquet_file(path: Path) -> pq.ParquetFile:
     """A file of completions. Raises Unreadable."""
     with reading(path):
         return pq.ParquetFile(path)
 
 
 def columns_of(path: Path) -> list[str]:
-    return opened(path).schema_arrow.names
+    return parquet_file(path).schema_arrow.names
 
 
 def table_of(path: Path, columns: list[str]) -> pa.Table:
     """The columns, as far as the file has them. Raises Unreadable."""
-    file = opened(path)
+    file = parquet_file(path)
     with reading(path):
         return file.read([name for name in file.schema_arrow.names if name in columns])
 
 
 def count(path: Path) -> int:
-    return opened(path).metadata.num_rows
+    return parquet_file(path).metadata.num_rows
 
 
 def rows(path: Path, numbers: list[int], columns: list[str]) -> list[dict]:
@@ -127,7 +127,7 @@ def search(path: Path, text: str) -> list[int]:
     return [number for number, text_of_row in enumerate(texts) if any(word in text_of_row for word in needles)]
 
 
-def telling(path: Path) -> list[int]:
+def best_and_worst(path: Path) -> list[int]:
     """Row numbers of the best and the worst completion of the group in which rewards differ most."""
     table = table_of(path, ["prompt", "group", "reward"])
     members: dict[int, list[tuple[float, int]]] = {}
@@ -145,7 +145,7 @@ def turns(row: dict) -> list[dict]:
     return [{name: turn.get(name) for name in names} | {"calls": turn.get("calls") or []} for turn in listed]
 
 
-def described(path: Path, numbers: list[int]) -> list[dict]:
+def readable_rows(path: Path, numbers: list[int]) -> list[dict]:
     """Rows for readers, without their tokens."""
     heavy = ("token_ids", "prompt_ids", "picture")
     light = [name for name in columns_of(path) if name not in heavy and not name.startswith("tokens/")]
@@ -184,7 +184,7 @@ def vocabulary(run_dir: Path) -> dict[int, tuple[bytes, bool]]:
         return {}
 
 
-def spelled(ids: np.ndarray, vocabulary_table: dict) -> dict:
+def token_texts(ids: np.ndarray, vocabulary_table: dict) -> dict:
     """Ids and their texts: {"ids", "text", "special": places, "bytes": {place: hex}}.
 
     If several tokens make up a character, the last of them has the character; the others have the text "" and their
@@ -206,7 +206,7 @@ def spelled(ids: np.ndarray, vocabulary_table: dict) -> dict:
 
 
 def tokens(path: Path, number: int, vocabulary_table: dict, limit: int | None = None) -> dict | None:
-    """The tokens of a row, or the first `limit`, with their numbers: {"prompt": spelled, "completion": spelled,
+    """The tokens of a row, or the first `limit`, with their numbers: {"prompt" and "completion": as `token_texts`,
     "columns": {name: one value per token, nan for none}, "turns": [(start, end), ...]}; None without ids."""
     names = ["prompt_ids", "token_ids", "turns", *(f"tokens/{name}" for name in TOKEN_COLUMNS)]
     (row,) = rows(path, [number], names)
@@ -216,7 +216,7 @@ def tokens(path: Path, number: int, vocabulary_table: dict, limit: int | None = 
     columns = {name: values[:limit].tolist() for name, values in columns.items() if values is not None}
     spans = [(turn["start"], turn["end"]) for turn in turns(row) if turn["start"] is not None]
     texts = {
-        "prompt": spelled(row["prompt_ids"][:limit], vocabulary_table),
-        "completion": spelled(row["token_ids"][:limit], vocabulary_table),
+        "prompt": token_texts(row["prompt_ids"][:limit], vocabulary_table),
+        "completion": token_texts(row["token_ids"][:limit], vocabulary_table),
     }
     return texts | {"columns": columns, "turns": spans}

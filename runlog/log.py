@@ -189,7 +189,7 @@ def completion_rows(
         row |= {"group": group, "policy_version": np.int32(t.policy_version), "length": np.int32(sum(t.loss_mask))}
         row |= {name: t.info[name] for name in ("domain", "row_number", "origin") if name in t.info}
         if "turns" in t.info:
-            row["turns"] = [shown_turn(turn) for turn in t.info["turns"]]
+            row["turns"] = [turn_row(turn) for turn in t.info["turns"]]
         row |= {f"rewards/{name}": value for name, value in t.info.get("rewards", {}).items()}
         rows.append(row | {f"extra/{n}" if n in row else n: v for n, v in t.info.get("extra", {}).items()})
     if with_tokens and rows:
@@ -216,30 +216,30 @@ def evaluation_rows(trajectories: list, cfg) -> list[dict]:
     return [row | {"picture": image} for row, image in zip(rows, pictures, strict=True)]
 
 
-def shown_turn(turn: dict) -> dict:
+def turn_row(turn: dict) -> dict:
     """A turn of envs.turns.play for readers: the model's text and its bounds among the tokens, observation, tool calls,
     reward, the environment's state."""
     contents = [message["content"] for message in turn["observation"] or ()]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    calls = [shown_call(call) for call in calls_in(turn["info"]) if {"name", "seconds"} <= call.keys()]
-    fields = {"text": turn["text"], "observation": [*map(shown_text, parts)], "calls": calls, "reward": turn["reward"]}
+    calls = [call_row(call) for call in calls_in(turn["info"]) if {"name", "seconds"} <= call.keys()]
+    fields = {"text": turn["text"], "observation": [*map(part_text, parts)], "calls": calls, "reward": turn["reward"]}
     return fields | {name: turn[name] for name in ("start", "end", "state") if name in turn}
 
 
-def shown_call(call: dict) -> dict:
+def call_row(call: dict) -> dict:
     """A tool call: name, arguments (JSON) and result as text, seconds, whether it failed."""
     result = call.get("result", "")
     parts = result if isinstance(result, list) else [result]
     return {
         "name": call.get("written") or call["name"],
         "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False, default=text_of)[:RESULT],
-        "result": "\n".join(map(shown_text, parts))[:RESULT],
+        "result": "\n".join(map(part_text, parts))[:RESULT],
         "seconds": call["seconds"],
         "failed": bool(call["failed"]),
     }
 
 
-def shown_text(part) -> str:
+def part_text(part) -> str:
     return text_of(part.get("text", "[image]") if isinstance(part, dict) else part)
 
 

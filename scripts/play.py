@@ -14,7 +14,7 @@ from config import ConfigError, TrainConfig, parse_args  # noqa: E402
 from data import load_rows  # noqa: E402
 from envs import adapters  # noqa: E402
 from envs.base import call_environment, checked_step, reset  # noqa: E402
-from envs.turns import judged  # noqa: E402
+from envs.turns import add_score  # noqa: E402
 from inputs.parts import text_of_parts  # noqa: E402
 
 CHANCE = random.Random()  # the random policy's own: an environment may draw from the same seed
@@ -52,7 +52,7 @@ async def watch(environment, policy: Callable, row: dict, cfg: TrainConfig) -> f
         turns.append({"reward": reward})
         if done:
             break
-    found = await judged(environment, turns, row, cfg)
+    found = await add_score(environment, turns, row, cfg)
     await adapters.put_away(environment, False, cfg)
     total = None if found["unscored"] else sum(turn["reward"] for turn in turns)
     print(f"\nreward of the trajectory {'none' if total is None else f'{total:g}'}  {found['metrics'] or ''}")

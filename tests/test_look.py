@@ -164,7 +164,7 @@ def test_a_character_of_several_tokens(tmp_path):
     vocabulary(tmp_path)
     assert PIECES[3:6] == [b"\xc3", b"\xa9", b"\xff"]
     ids = np.array([FIRST_WORD, 3, 4, 5, 3, 2, 99999, 3, FIRST_WORD])
-    shown = samples.spelled(ids, samples.vocabulary(tmp_path))
+    shown = samples.token_texts(ids, samples.vocabulary(tmp_path))
     assert shown["text"] == [" we", "", "é", "\\xff", "\\xc3", "<|im_end|>", "#99999", "", "\\xc3 we"]
     assert shown["special"] == [5]
 
