@@ -426,8 +426,10 @@ class Logged:
 
     def __init__(self, client: VLLMClient):
         self.client, self.tokenizer, self.log, self.rope_index = client, client.tokenizer, [], None
+        self.asked = asyncio.Event()
 
     async def generate(self, sent, **how):
+        self.asked.set()
         found = await self.client.generate(sent, **how)
         self.log += [(list(sent), sample.token_ids, sample.logprobs) for sample in found]
         return found
@@ -478,7 +480,8 @@ def test_a_push_in_the_middle_of_an_answer(server, logged):
 
     async def across():
         task = asyncio.ensure_future(agents.play(ROW, 0, logged, cfg))
-        await asyncio.sleep(1)
+        await logged.asked.wait()
+        await client.generate(list(range(5, 15)), max_tokens=20, min_tokens=20)  # by its end the answer is under way
         await asyncio.to_thread(push, client, named(moved(model, 2)), 2)
         return await task
 
