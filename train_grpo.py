@@ -18,8 +18,8 @@ A training step, and where to find it:
 Section 1 is the loop, 8 the policy, reference and optimizer, 10 the evaluation, 11 everything before the first step.
 
 Read train_minimal.py first: the same algorithm in 340 lines. To try an idea you need not read this whole file. For an
-advantage read section 5; for a loss section 6, and `micro_loss` in section 7, which calls it; for a rollout the
-beginning of section 3; for an optimizer `make_optimizer`. docs/ideas.md has ideas that work. To remove a feature,
+advantage read section 5; for a loss the beginning of 5, section 6 and `micro_loss` in 7, which calls it; for a rollout
+the beginning of section 3; for an optimizer `make_optimizer`. docs/ideas.md has ideas that work. To remove a feature,
 delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; three of these
 lines follow one that is "enough without" them.
 
@@ -491,6 +491,18 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
 # batch is this rank's share of the step, in whole groups. group_mean, group_std, center_by_group and group_index need
 # this rank alone; whiten and normalize work over all ranks, so every rank has to call them. With --dynamic_sampling
 # edit `has_signal` (section 3), too, for an advantage that learns from reward_components where scores are equal.
+#
+# An advantage, a policy loss, a KL estimator or `own_term` tells the loop what it needs by attributes (examples:
+# docs/ideas.md):
+#
+#     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
+#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top, old_logprobs (a loss has
+#                                   these in any case), and for `prepare` current_logprobs, computed before each update
+#     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
+#                                   or all ranks, and comes as batch.extras[name], in a loss the micro-batch's rows.
+#                                   With current_logprobs it sees the old_logprobs of the loss, else those of the step
+#     mine.check = function         (cfg) -> why it does not work with these settings, or None
+#     mine.compares_group = False   an advantage that works with one completion per prompt
 
 
 def grpo(batch: Batch, cfg: TrainConfig) -> Tensor:
@@ -546,9 +558,8 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as in `has_signal`
     means = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     bounds = [cfg.of(t.row).group_mean_bounds for t in trajectories]
-    keep = torch.tensor(
-        [low <= m <= high for m, (low, high) in zip(means, bounds, strict=True)]
-    )  # neither hard nor easy
+    # Neither too hard nor too easy: without --dynamic_sampling, or where nothing better was drawn.
+    keep = torch.tensor([low <= mean <= high for mean, (low, high) in zip(means, bounds, strict=True)])
     keep &= torch.tensor([not (cfg.mask_truncated and t.finish_reason == "length") for t in trajectories])
     # Your filter goes here: keep &= ...  [B], bool, on the CPU
     batch.loss_mask = batch.loss_mask * keep.to(batch.loss_mask.device)[:, None]
@@ -558,25 +569,11 @@ def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) ->
     return {}
 
 
-# An advantage, a policy loss, a KL estimator or `own_term` tells the loop what it needs by attributes (examples:
-# docs/ideas.md):
-#
-#     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
-#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top, old_logprobs (a loss has
-#                                   these in any case), and for `prepare` current_logprobs, computed before each update
-#     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
-#                                   or all ranks. A loss, which gets micro-batches, reads its rows of
-# batch.extras[name].
-#                                   With current_logprobs it sees the old_logprobs of the loss, else those of the step
-#     mine.check = function         (cfg) -> why it does not work with these settings, or None
-#     mine.compares_group = False   an advantage that works with one completion per prompt
-
-
 # ==== 6 policy losses: (logprobs [B, T], batch, cfg) -> loss per token [B, T], statistics {name: [B, T]} =============
 
-# A loss is called for each micro-batch, whose rows may be parts of completions (see the header); what it returns for
-# prompts and padding is ignored. A statistic is logged as a mean over tokens ([B, T] or [B, 1]) or over rows ([B]); as
-# the maximum if its name ends in _max. row_mean returns [B, 1], row_sum [B].
+# A loss is called for each micro-batch; what it returns for prompts and padding is ignored. A statistic is logged as a
+# mean over tokens ([B, T] or [B, 1]) or over rows ([B]); as the maximum if its name ends in _max. row_mean returns
+# [B, 1], row_sum [B]: of one context, where a completion has several (see the header); `prepare` sees whole ones.
 
 
 def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
@@ -704,8 +701,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     """The gradient of one optimizer update, the same however it is split into micro-batches and across ranks: all
     counts are global and taken before the loop. Returns this rank's sums, a scalar each: "loss", "tokens", statistics.
 
-    Under most losses a group whose completions all scored the same has no gradient. Passes that contain only such
-    groups come first and skip the model's backward pass.
+    Under most losses a group whose completions all scored the same has no gradient. Passes of such groups come first,
+    and skip the model's backward pass if no rank's loss has a gradient there (a KL term has one).
     """
     sums = defaultdict(float) if sums is None else sums  # kept on the GPU: .item() would wait for the backward pass
     batch = split_restarts(prepared_for_update(policy, batch, cfg))  # one row per context; usually a completion
@@ -717,10 +714,10 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     two_stage = TwoStageBackward(policy)
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
-        with parameters.exchanging(policy, last):
+        with parameters.exchanging(policy, last):  # DDP exchanges gradients in the last pass only
             with utils.in_part():  # a loss that takes a mean over the batch in here is refused
                 loss, stats = (loss_of or micro_loss)(two_stage, part, cfg)
-            # DDP and FSDP average gradients over ranks, where a sum is wanted. DDP does so in the last pass.
+            # DDP and FSDP average gradients over ranks, where a sum is wanted.
             two_stage.backward(loss * utils.world_size(), last)
         sums["loss"] += loss.detach().double()
         add_statistics(sums, stats, part.loss_mask)
@@ -857,7 +854,7 @@ class Policy(nn.Module):
         self.entropy_gradient |= getattr(own_term, "entropy_gradient", False)
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
-            take_packed_rows(self.hf_model)
+            take_packed_rows(self.hf_model)  # its attention reads the segments that `packed` names in a pass
         self.balance = None  # enough without the next line; the function behind --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         # Empty for a model of text alone:

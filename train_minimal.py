@@ -31,8 +31,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. Also read, at the defaults of config.py:
-    eval_solved and dist_timeout, and in rewards.py reward_weights and reward_timeout. A line here makes one a flag."""
+    """The flags of this script; the comment behind each is its help. Of the others in config.py some are read at their
+    defaults: dataset_config, system_prompt, reward_timeout, eval_solved ... With a line here one becomes a flag."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -119,6 +119,8 @@ async def sample(
 ) -> tuple[list[Trajectory], Tensor]:
     """`count` completions of each row, those of the first row first, by the weights after exactly `step` steps; and
     their scores, [rows, count] float64.  generator: VLLMClient or HFGenerator; rewards: functions by name"""
+    if cfg.generator == "hf":
+        generator.seed(hash((cfg.seed, step, count, dist.get_rank())))  # evaluating more often changes no training step
     prompts = [prompt_ids(row, generator.tokenizer, cfg) for row in rows]  # in the model's chat template
     # From softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
     how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
@@ -126,7 +128,7 @@ async def sample(
     trajectories: list[Trajectory] = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         utils.check_fresh(group, range(step, step + 1), cfg.generator)  # an error if other weights sampled any token
-        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it; rewards see it
+        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it; rewards see both
         trajectories += [
             Trajectory(
                 row=row,
@@ -304,12 +306,10 @@ def train(cfg: Settings) -> None:
         if cfg.eval_steps and (step % cfg.eval_steps == 0 or step == cfg.max_steps):
             share, k = held_out[rank::world], cfg.eval_generations
             _, scores = asyncio.run(sample(share, k, step, generator, rewards, cfg))  # [rows, k]
-            solved = (scores >= cfg.eval_solved - 1e-6).double()  # 1, or what floats make of .7 + .2 + .1
+            solved = (scores >= cfg.eval_solved - 1e-6).double()  # eval_solved is 1; 1e-6 is for rounding
             log(folder, step, {"eval/reward": scores, f"eval/mean@{k}": solved}, {})
         if step == cfg.max_steps:
             break
-        if cfg.generator == "hf":
-            generator.seed(hash((cfg.seed, step, rank)))  # evaluations do not change it
         start = time.perf_counter()
         share, n = rows_of_step(rows, step, cfg), cfg.num_generations
         trajectories, scores = asyncio.run(sample(share, n, step, generator, rewards, cfg))  # [rows, n]
