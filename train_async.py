@@ -112,7 +112,7 @@ class Ahead(Collector):
         run = self.run
         if not self.waiting:
             numbers = list(run.sampler.next(self.draw))
-            replacements = run.sampler.extra(self.draw, cfg.resample_rounds * len(numbers))
+            replacements = run.sampler.extra(self.draw, numbers, cfg.resample_rounds * len(numbers))
             self.waiting = [(number, replacements[n :: len(numbers)], False) for n, number in enumerate(numbers)]
             self.draw += 1
         number, replacements, _ = drawn = self.waiting.pop(0)

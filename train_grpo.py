@@ -238,8 +238,8 @@ class PromptSampler:
     """Chooses the rows of each step: every row once per epoch, shuffled by (seed, epoch). Each rank takes its share of
     the step.
 
-    Edit me: `next` may return any `share` row numbers, even repeated ones: those that a column of `rows` marks as hard,
-    say, or that `memory` does, this rank's dict, which `after_rollout` (section 3) can fill.
+    Edit me: `next` may return any `share` row numbers, even repeated ones: for example rows that a column of `rows`
+    marks as hard, or that `memory` does. `memory` is this rank's dict; `after_rollout` (section 3) can fill it.
     """
 
     def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
@@ -253,11 +253,11 @@ class PromptSampler:
         """This rank's row numbers for a training step, counted from 0."""
         return self.order.step(step)[self.rank * self.share : (self.rank + 1) * self.share].tolist()
 
-    def extra(self, step: int, count: int) -> list[int]:
-        """`count` random rows to replace rows of `next`. Entry i has the domain of next(step)[i % share], and may be in
-        the step already."""
+    def extra(self, step: int, numbers: list[int], count: int) -> list[int]:
+        """`count` random rows to replace rows of a step, `numbers`. Entry i has the domain of numbers[i % share], and
+        may be in the step already."""
         random = np.random.default_rng([self.seed, step, self.rank, 0xD1CE])  # another stream than the order's
-        return self.order.extra(random, self.next(step), count).tolist()
+        return self.order.extra(random, numbers, count).tolist()
 
 
 # ==== 3 rollout and scoring ==========================================================================================
@@ -291,7 +291,7 @@ class Collector:
         """This rank's trajectories of a step, and metrics. version: of the generator's weights."""
         run, begun = self.run, time.perf_counter()
         first = list(run.sampler.next(step))
-        further = run.sampler.extra(step, cfg.resample_rounds * len(first))
+        further = run.sampler.extra(step, first, cfg.resample_rounds * len(first))
         versions = range(version, version + 1)  # every token must come from these weights
         work = sample_rows(run.rows, first, further, run.generator, run.reward_functions, cfg, versions, step)
         groups, counts = asyncio.run(work)
@@ -315,7 +315,7 @@ async def sample_rows(
     """
 
     async def sample(number: int) -> tuple[list[Trajectory], bool]:
-        """The group, and whether another one should replace it: it is silent."""
+        """The group, and whether another one should replace it: it is silent, or its prompt is too long."""
         row = rows[number]
         settings = settings_at(step, rollouts.sampled_by(row, cfg))  # for the row's domain and number of completions
         calls = [rollout(row, generator, reward_functions, settings, versions)]
@@ -328,7 +328,7 @@ async def sample_rows(
         for greedy_group in greedy_groups:
             rollouts.tell_baseline(group, greedy_group[0])
         silent = cfg.dynamic_sampling and not has_signal(group, settings)
-        return group, silent or rollouts.cannot_be_shown(group, number)
+        return group, rollouts.cannot_be_shown(group, number) or silent
 
     async def sample_place(place: int) -> tuple[list[Trajectory], bool, int]:
         """The group that stays, whether it is silent all the same, and how many groups it replaced."""
@@ -459,6 +459,7 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[str,
 
     The policy stays in train mode, as in updates; `to_train` has set every dropout to 0.
     """
+    batch = replace(batch, teacher_top=None)  # only a loss needs log-probs of these
     contexts = split_restarts(batch)  # one row per context of a completion; usually the same batch
     outputs: dict[str, Tensor] = {}
     # Lists of row numbers. An empty one, where other ranks have more passes, computes row 0 with a mask of 0.
@@ -554,7 +555,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """Edit me: excludes completions and tokens from the loss. A completion is removed from loss_mask, so no mean of the
-    loss counts it; the mean and std of its group did. Returns {name: numbers to log}."""
+    loss counts it (but --loss_agg constant); the mean and std of its group did. Returns {name: numbers to log}."""
     scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as in `has_signal`
     means = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     bounds = [cfg.of(t.row).group_mean_bounds for t in trajectories]
@@ -619,20 +620,18 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def own_term(logprobs: Tensor, entropy: Tensor | None, part: Batch, cfg: TrainConfig) -> tuple[Tensor | None, dict]:
     """Edit me: a term added to the policy loss, such as the likelihood of good completions in the first steps.
 
-    logprobs [B, T]: of the sampled tokens, with gradient. entropy [B, T]: None, or with gradient, which costs memory,
-    if you set `own_term.entropy_gradient = True` below. part: the micro-batch; part.rows are its data rows, part.step
-    is the step. Returns a loss per token [B, T], or None, and statistics. It is weighted like the policy loss, or
-    simply summed if you set `own_term.weights = "sum"`.
+    logprobs [B, T]: of the sampled tokens, with gradient. entropy [B, T]: with gradient, which costs memory, if you set
+    `own_term.entropy_gradient = True` below (or with --entropy_coef), else None. part: the micro-batch; part.rows are
+    its data rows, part.step is the step. Returns a loss per token [B, T], or None, and statistics. It is weighted like
+    the policy loss, or simply summed if you set `own_term.weights = "sum"`.
     """
     return None, {}
 
 
 def in_use(cfg: TrainConfig) -> dict[str, Callable]:
     """{flag and name: function} of the functions that this run uses. ConfigError for an unknown name."""
-    functions, tables = (
-        {"own_term": own_term},
-        {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS},
-    )
+    functions: dict[str, Callable] = {"own_term": own_term}
+    tables = {"advantage": ADVANTAGES, "policy_loss": POLICY_LOSSES, "kl": KL_ESTIMATORS}
     for flag, table in tables.items():
         known_name(f"--{flag}", name := getattr(cfg, flag), table)
         functions[f"--{flag} {name}"] = table[name]
@@ -1044,8 +1043,8 @@ def weight_buckets(
     """
     names = {clean_name(name) for name, _ in model.named_parameters()}  # tied weights appear once, as in a checkpoint
     bucket, size = [], 0
-    # Layers are not split, since checkpoints join some of their tensors. Everything here is lazy: under FSDP1 a module
-    # has its weights only while one_by_one is at it.
+    # Layers, and modules between them, are not split: checkpoints join some of a layer's tensors. Everything here is
+    # lazy: under FSDP1 a module has its weights only while one_by_one is at it.
     for _, layer in groupby(one_by_one(model), parameters.layer_of):
         for key, tensor in chain.from_iterable(parameters_of(name, module, dtype) for name, module in layer):
             if key not in names:
@@ -1104,10 +1103,11 @@ def evaluate(run: Run, cfg: TrainConfig, step: int) -> dict:
     one)."""
     rank, world = torch.distributed.get_rank(), utils.world_size()
     how = dict(num_generations=cfg.eval_generations, temperature=cfg.eval_temperature, purpose="eval")
+    eval_cfg = replace(cfg, **how)
     seed_generator(run.generator, cfg, step, stream=1)
 
     async def of_row(row: dict) -> list[Trajectory]:
-        settings = rollouts.sampled_by(row, replace(cfg, **how))
+        settings = rollouts.sampled_by(row, eval_cfg)
         return await rollout(row, run.generator, run.reward_functions, settings, range(step, step + 1))
 
     async def sample() -> list[list[Trajectory]]:

@@ -19,8 +19,7 @@ A step:
 
 Every rank has a copy of the model, weights and Adam's moments in float32; gradients are summed over ranks. No KL term,
 no reference model. runs/NAME gets config.json, the trained model and metrics.jsonl, which `python look.py runs/` draws.
-Dimensions: B completions of a micro-batch (`part`), T tokens of its longest prompt + completion (column 0 is a prompt's
-first token), V vocabulary.
+Shapes: B completions of a micro-batch (`part`), T tokens of its longest prompt + completion, V vocabulary size.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a wrong flag is reported at once
 
@@ -96,8 +95,7 @@ def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step, which parse_args has found to be a whole number. All ranks shuffle alike, anew in
-    each epoch; rows that do not fill a step are left out."""
+    """This rank's share of a step (parse_args: ranks divide it evenly). All ranks shuffle alike, anew in each epoch."""
     epoch, place = divmod(step, len(rows) // cfg.prompts_per_step)
     order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))
     numbers = order[place * cfg.prompts_per_step : (place + 1) * cfg.prompts_per_step]
@@ -128,7 +126,7 @@ async def sample(
     trajectories: list[Trajectory] = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         utils.check_fresh(group, range(step, step + 1), cfg.generator)  # an error if other weights sampled any token
-        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it; rewards see both
+        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it; for rewards
         trajectories += [
             Trajectory(
                 row=row,
@@ -230,8 +228,7 @@ def accumulate_gradients(model: nn.Module, parts: list[dict[str, Tensor]], cfg: 
 
 
 def update(model: nn.Module, optimizer, parts: list[dict[str, Tensor]], step: int, cfg: Settings) -> dict[str, float]:
-    """`num_iterations` updates of the weights. Returns numbers of the first to log: later ones compare weights that the
-    generator does not have."""
+    """`num_iterations` updates. Returns the first one's numbers: later ones have weights that the generator has not."""
     if cfg.num_iterations > 1:
         for part in parts:
             with torch.no_grad():
@@ -240,7 +237,11 @@ def update(model: nn.Module, optimizer, parts: list[dict[str, Tensor]], step: in
     first: dict[str, float] = {}
     for _ in range(cfg.num_iterations):
         numbers = accumulate_gradients(model, parts, cfg)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm, error_if_nonfinite=True)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        if not norm.isfinite():
+            raise RuntimeError(
+                f"step {step}: the gradient norm is {norm:g}; lower --learning_rate, or look at the rewards."
+            )
         optimizer.step()
         optimizer.zero_grad()
         first = first or numbers | {"grad_norm": float(norm), "lr": lr}
@@ -266,7 +267,8 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 
 def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """A line of metrics.jsonl, and one on the terminal: the means of `values` over all ranks, and `metrics`."""
+    """A line of metrics.jsonl and of the terminal: means of `values` over all ranks, and `metrics`. A step's reward is
+    of the weights before it, an evaluation of the weights after it."""
     line = {name: float(utils.global_mean(value)) for name, value in values.items()} | metrics
     if dist.get_rank() == 0:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -275,8 +277,7 @@ def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, f
 
 
 def train(cfg: Settings) -> None:
-    # Imported here so that `import train_minimal` stays light.
-    from modeling.loading import load_hf_model
+    from modeling.loading import load_hf_model  # here, so that `import train_minimal` stays light
     from saving.checkpoints import save_model
     from startup.servers import make_generator
 
@@ -301,8 +302,7 @@ def train(cfg: Settings) -> None:
     TRAINER_STATE.max_steps = cfg.max_steps
 
     for step in range(cfg.max_steps + 1):  # steps done so far; after the last there is only the evaluation
-        # What reward functions may ask for, as in TRL.
-        TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)
+        TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)  # as in TRL
         if cfg.eval_steps and (step % cfg.eval_steps == 0 or step == cfg.max_steps):
             share, k = held_out[rank::world], cfg.eval_generations
             _, scores = asyncio.run(sample(share, k, step, generator, rewards, cfg))  # [rows, k]

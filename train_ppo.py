@@ -168,6 +168,7 @@ class CriticTrainer:
                 metrics["value/explained_variance"] = float(1 - (errors / spread) ** 2)
             overrides = dict(learning_rate=cfg.critic_learning_rate, num_iterations=cfg.critic_iterations)
             critic_cfg = replace(cfg, loss_agg="token_mean", **overrides)
+            batch = replace(batch, teacher_top=None)  # whose log-probs are the policy's to give
             update = train_grpo.update(self.module, self.optimizer, batch, critic_cfg, step, critic_loss)
         return metrics | {f"value/{name.removeprefix('value/')}": value for name, value in update.items()}
 

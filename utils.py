@@ -138,7 +138,7 @@ def in_part() -> Iterator[None]:
 
 
 def must_be_whole(statistic: str) -> None:
-    """RuntimeError within `in_part`, where `what` would depend on how the update is cut into micro-batches."""
+    """RuntimeError within `in_part`, where `statistic` would depend on how the update is cut into micro-batches."""
     if getattr(_PART, "inside", False):
         raise RuntimeError(
             f"{statistic} was asked for inside a loss, which sees one micro-batch: it would change with "

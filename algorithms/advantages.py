@@ -1,6 +1,6 @@
 """Published advantages beyond those in train_grpo.py: (batch, cfg) -> [B, T], 0 where nothing was sampled.
 
-What a function needs is set right below it; see the end of section 5 in train_grpo.py.
+What a function needs is set right below it; see the beginning of section 5 in train_grpo.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Published policy losses beyond those in train_grpo.py: (logprobs, batch, cfg) -> loss per token, statistics.
 
-All are [B, T]. What a function needs is set right below it; see the end of section 5 in train_grpo.py.
+All are [B, T]. What a function needs is set right below it; see the beginning of section 5 in train_grpo.py.
 """
 
 from collections.abc import Callable

@@ -17,9 +17,8 @@ from inputs.vision import TYPES, join_inputs, per_token
 
 def on_host(batch: Batch) -> Batch:
     """The batch with the tensors that packing reads on the CPU, since each look at a GPU tensor waits for the GPU."""
-    names = ("input_ids", "attention_mask", "loss_mask", "groups", "teacher_top")
-    tensors = {name: getattr(batch, name) for name in names}
-    return replace(batch, **{name: values.cpu() for name, values in tensors.items() if values is not None})
+    names = ("input_ids", "attention_mask", "loss_mask", "groups")
+    return replace(batch, **{name: getattr(batch, name).cpu() for name in names})
 
 
 def runs(groups: Tensor) -> list[list[int]]:
@@ -70,12 +69,13 @@ def pack(batch: Batch, cfg: TrainConfig) -> tuple[dict, Tensor, Tensor, Tensor]:
     """
     device, batch = batch.input_ids.device, on_host(batch)
     rows, places = batch.loss_mask.nonzero(as_tuple=True)  # [N] each
-    before, targets = places - 1, batch.input_ids[rows, places]  # [N] each
+    before, targets = places - 1, utils.upload(batch.input_ids[rows, places], device)  # [N] each
     if batch.teacher_top is not None:
-        targets = torch.cat([targets[:, None], batch.teacher_top[rows, places]], 1)  # [N, 1 + k]
+        top = batch.teacher_top[utils.upload(rows, device), utils.upload(places, device)]  # [N, k]
+        targets = torch.cat([targets[:, None], top], 1)  # [N, 1 + k]
     inputs, rows, columns = (packed_row if cfg.shared_prefix else plain_rows)(batch, rows, before)
     inputs = {name: utils.upload(x, device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    return inputs, *(utils.upload(x, device) for x in (rows, columns, targets))
+    return inputs, utils.upload(rows, device), utils.upload(columns, device), targets
 
 
 def plain_rows(batch: Batch, rows: Tensor, before: Tensor) -> tuple[dict, Tensor, Tensor]:

@@ -116,7 +116,7 @@ def contained() -> str:
         return f"nothing that contains it ({fault}): {rights}"
     return (
         "bubblewrap: no network; its own processes, sockets and user; of the disk only /usr and this Python, "
-        f"read-only; limits on time, on memory of each process, and of {PROCESSES} processes"
+        f"read-only; limits on time, on memory of each process, and at most {PROCESSES} processes"
     )
 
 

@@ -116,7 +116,7 @@ def show(found: dict) -> None:
     lengths = found["prompt_tokens"]
     print(f"{found['rows']} rows, {found['held_out']} held out")
     print(
-        f"tokens of the first 1,000 prompts: median {lengths['median']}, longest {lengths['longest']}; "
+        f"tokens of the first 100 prompts: median {lengths['median']}, longest {lengths['longest']}; "
         f"--max_prompt_length {lengths['limit']}\n"
     )
     for name, value in found["row"].items():

@@ -7,7 +7,7 @@ import train_grpo as script
 
 async def sampled(rows, sampler, step, generator, reward_functions, cfg):
     first = sampler.next(step)
-    further = sampler.extra(step, cfg.resample_rounds * len(first))
+    further = sampler.extra(step, first, cfg.resample_rounds * len(first))
     versions = range(step, step + 1)
     return await script.sample_rows(rows, first, further, generator, reward_functions, cfg, versions, step)
 

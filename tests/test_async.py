@@ -59,7 +59,7 @@ class Fake:
     def next(self, draw):
         return range(draw * self.share, (draw + 1) * self.share)
 
-    def extra(self, draw, count):
+    def extra(self, draw, numbers, count):
         return [0] * count
 
     async def sample_rows(self, rows, first, further, generator, functions, cfg, versions, step):

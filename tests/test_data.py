@@ -240,7 +240,7 @@ def test_exactly_the_prompts_that_do_not_fit_are_replaced(asked, less):
     rows, counts = asked
     limit, sampler = sorted(counts)[60] - less, PromptSampler(120, 40, seed=0)
     cfg = TrainConfig(max_prompt_length=limit, num_generations=2, reward_funcs=["length"])
-    first, further = sampler.next(0), sampler.extra(0, 40 * cfg.resample_rounds)
+    further = sampler.extra(0, first := sampler.next(0), 40 * cfg.resample_rounds)
     functions = {"length": lambda completions, **columns: [1.0] * len(completions)}
     groups = asyncio.run(sample_rows(rows, first, further, Sampler(), functions, cfg, range(1)))[0]
     places = [[first[place], *further[place::40]] for place in range(40)]

@@ -63,9 +63,9 @@ def test_every_domain_has_its_own_epochs():
 def test_what_takes_a_prompts_place_is_of_its_domain():
     """As --dynamic_sampling asks for it."""
     for sampler in samplers({"a": 1, "b": 2, "c": 1}, 2):
-        first, extra = sampler.next(5), sampler.extra(5, 12)
+        extra = sampler.extra(5, first := sampler.next(5), 12)
         assert [row // 40 for row in first] * (12 // len(first)) == [row // 40 for row in extra]
-        assert sampler.extra(5, 12) == extra != sampler.extra(6, 12)
+        assert sampler.extra(5, first, 12) == extra != sampler.extra(6, first, 12)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

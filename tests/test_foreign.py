@@ -188,7 +188,7 @@ def test_a_failing_environment_costs_its_trajectory(fault, monkeypatch, caplog):
         def next(self, step):
             return [0, 1]
 
-        def extra(self, step, count):
+        def extra(self, step, numbers, count):
             return []
 
     functions = {"environment": rewards.get_reward_function("environment")}

@@ -98,7 +98,9 @@ def test_two_ranks_train_policy_and_critic(tmp_path):
 
 
 def test_critic_warmup_leaves_the_policy_bit_identical(tmp_path):
-    lines = trained(tmp_path, f"{FLAGS} --critic_warmup 2", script="train_ppo.py")
+    # With a teacher, whose likeliest tokens are no business of the critic.
+    teacher = f"--teacher_id {make_tiny()} --distill_topk 4"
+    lines = trained(tmp_path, f"{FLAGS} --critic_warmup 2 {teacher}", script="train_ppo.py")
     before = load_file(make_tiny() / "model.safetensors")
     after = load_file(tmp_path / "run" / "checkpoints" / "step_2" / "model.safetensors")
     assert all(torch.equal(after[name].to(weight.dtype), weight) for name, weight in before.items())

@@ -259,7 +259,7 @@ def test_what_ends_first_does_not_choose_the_groups(seconds, speaks, rounds):
             return found
 
         groups, counts = asyncio.run(alone())
-    drawn = sampler.next(0) + sampler.extra(0, 4 * rounds)
+    drawn = sampler.next(0) + sampler.extra(0, sampler.next(0), 4 * rounds)
     asked = 0
     silent = 0
     for place, group in enumerate(groups):

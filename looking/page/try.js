@@ -19,7 +19,7 @@ function shown(found) {
   const { median, longest, limit } = found.prompt_tokens;
   const columns = Object.entries(found.row).map(([name, value]) => h("tr", {}, h("th", {}, said(name)), h("td", {}, said(value))));
   return [
-    h("p", {}, `${found.rows} rows, ${found.held_out} held out. Tokens of the first 1,000 prompts: median ${median}, longest ${longest}, limit ${limit}.`),
+    h("p", {}, `${found.rows} rows, ${found.held_out} held out. Tokens of the first 100 prompts: median ${median}, longest ${longest}, limit ${limit}.`),
     h("div", { class: "card scroll" }, h("h2", {}, "The row"), h("table", {}, h("tbody", {}, columns)), h("h3", {}, `The prompt, ${found.prompt.length} tokens`), tokens(found.prompt)),
     found.completions ? group(found) : null,
     h("p", { class: "dim" }, "To train: ", said(found.command)),
