@@ -30,8 +30,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. Of the others in config.py some are read at their
-    defaults: dataset_config, system_prompt, reward_timeout, eval_solved ... With a line here one becomes a flag."""
+    """The flags of this script; the comment behind each is its help. A field of config.py becomes a flag with a line
+    here, and does something if this file or what loads rows, prompts and rewards reads it (use_peft or top_p: no)."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -118,7 +118,7 @@ async def sample(
     """`count` completions of each row, those of the first row first, by the weights after exactly `step` steps; and
     their scores, [rows, count] float64.  generator: VLLMClient or HFGenerator; rewards: functions by name"""
     if cfg.generator == "hf":
-        generator.seed(hash((cfg.seed, step, count, dist.get_rank())))  # evaluating more often changes no training step
+        generator.seed(hash((cfg.seed, step, count, dist.get_rank())))  # not shifted by evaluations
     prompts = [prompt_ids(row, generator.tokenizer, cfg) for row in rows]  # in the model's chat template
     # From softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
     how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
@@ -141,11 +141,11 @@ async def sample(
             )
             for c in group
         ]
-    starts = range(0, len(trajectories), count)  # of each prompt; its completions are scored together
+    starts = range(0, len(trajectories), count)  # `score` fills in info["reward"] for a prompt's completions at once
     await asyncio.gather(*(score(trajectories[start : start + count], rewards, cfg) for start in starts))
     if any(t.info["unrewarded"] for t in trajectories):
         raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
-    scores = torch.tensor([t.info["reward"] for t in trajectories], dtype=torch.float64)  # by `score`
+    scores = torch.tensor([t.info["reward"] for t in trajectories], dtype=torch.float64)
     return trajectories, scores.view(len(rows), count)
 
 
@@ -193,8 +193,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor],
     """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, on average about 0, and
     says nothing (watch the reward); its gradient is -A grad log pi.  [B, T]
 
-    A loss of yours may use whatever `tensors` puts into `part`. It takes no mean over rows, which would depend on the
-    micro-batches, and is finite at prompts and padding, too, where it is multiplied by 0."""
+    A loss of yours may use whatever `tensors` puts into `part`. Take no mean over rows, which would depend on the
+    micro-batches; be finite at prompts and padding, too, where the loss is multiplied by 0."""
     ratio = (logprobs - old_logprobs).exp()  # [B, T]
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
