@@ -40,7 +40,7 @@ class Batch:
     loss_mask: Tensor  # [B, T] 1 exactly on tokens the policy sampled
     rewards: Tensor  # [B, T] outcome on the last sampled token; a turn's reward on the turn's last sampled token
     groups: Tensor  # [B] int64: rows of one prompt share it; unique over all ranks
-    sampling_logprobs: Tensor | None = None  # [B, T] the generator's, 0 where loss_mask is 0
+    sampling_logprobs: Tensor | None = None  # [B, T] the generator's; nan on demonstrations, 0 where loss_mask is 0
     old_logprobs: Tensor | None = None  # [B, T] before the first update of the step; None if the ratio is 1 anyway
     current_logprobs: Tensor | None = None  # [B, T] before the update under way, if a function asks
     ref_logprobs: Tensor | None = None  # [B, T] of the reference model; None if nothing asks for it

@@ -344,7 +344,7 @@ async def sample_rows(
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
     """Edit me: a schedule for sampling and scoring, such as replace(cfg, temperature=...) or max_completion_length. The
-    policy uses its temperature, one for all rows of a step; losses and evaluations do not see it."""
+    policy and losses see its temperature, one for all rows of a step, and nothing else; evaluations do not see it."""
     return cfg
 
 
@@ -386,7 +386,7 @@ def last_token(groups: list[list[Trajectory]]) -> float:
 
 def has_signal(group: list[Trajectory], cfg: TrainConfig) -> bool:
     """Edit me: whether a group teaches anything (--dynamic_sampling): its weighted scores differ, and their mean is
-    within --group_mean_bounds."""
+    within --group_mean_bounds. t.info["reward_components"] has the unweighted ones, nan for None."""
     if cfg.has_teacher and not rewards_count(cfg):  # a teacher alone teaches: it always does
         return any("failure" not in t.info for t in group)
     scores = known_scores(group)
@@ -498,7 +498,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
 #
 #     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
 #                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top, old_logprobs (a loss has
-#                                   these in any case), and for `prepare` current_logprobs, computed before each update
+#                                   these in any case, its `prepare` has not), and for `prepare` current_logprobs,
+#                                   computed before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
 #                                   or all ranks, and comes as batch.extras[name], in a loss the micro-batch's rows.
 #                                   With current_logprobs it sees the old_logprobs of the loss, else those of the step
