@@ -64,7 +64,6 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                 token_ids=sample.token_ids,
                 loss_mask=[1] * len(sample.token_ids),
                 logprobs=sample.logprobs,
-                token_rewards=[0.0] * len(sample.token_ids),
                 images=prompt.images,
                 finish_reason=sample.finish_reason,
                 policy_version=sample.policy_version,

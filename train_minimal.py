@@ -17,8 +17,8 @@ A step:
     4. update       make tokens of good completions more likely, of bad ones less, not too far at once
     5. push         the generator gets the new weights; the next step samples from them
 
-Every rank has a copy of the model, weights and Adam's moments in float32; gradients are summed over ranks. No KL term,
-no reference model. runs/NAME gets config.json, the trained model and metrics.jsonl, which `python look.py runs/` draws.
+Every rank has the whole model in float32, 16 bytes a parameter with its gradient and Adam's moments. No KL term, no
+checkpoints: runs/NAME gets config.json, metrics.jsonl (`python look.py runs/` draws it) and at the end the model.
 Shapes: B completions of a micro-batch (`part`), T tokens of its longest prompt + completion, V vocabulary size.
 """
 # ruff: noqa: E402 - the command line is read before torch is imported, so that a wrong flag is reported at once
@@ -30,8 +30,9 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. A field of config.py becomes a flag with a line
-    here, and does something if this file or what loads rows, prompts and rewards reads it (use_peft or top_p: no)."""
+    """The flags of this script; the comment behind each is its help. The other fields of config.py keep their defaults;
+    a line here makes one a flag. It then works where rows, prompts, rewards, models and servers are loaded
+    (system_prompt, server_timeout); how train_grpo.py samples and trains (top_p, beta, strategy) is not read here."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -55,7 +56,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
-    eval_generations: int = 4  # completions of each held-out row
+    eval_generations: int = 4  # completions of each held-out row, at the same temperature
     logprob_diff_limit: float = 0.2  # the run ends after its first step if the mean |trainer - generator| exceeds it
     seed: int = 42  # seeds the order of prompts, a data set that is a function, and sampling with --generator hf
     output_dir: str = "runs"  # the run's folder is made here
@@ -135,13 +136,12 @@ async def sample(
                 token_ids=c.token_ids,  # as they were sampled, the end token among them: never tokenised again
                 loss_mask=[1] * len(c.token_ids),  # 1: sampled by the model; 0 would mark a tool's answer
                 logprobs=c.logprobs,  # after the division by the temperature
-                token_rewards=[0.0] * len(c.token_ids),  # filled in by `score`; not used here
                 finish_reason=c.finish_reason,  # "length" if it was cut off, else "stop"
                 info={"begun": begun, "completion": generator.tokenizer.decode(c.token_ids, skip_special_tokens=True)},
             )
             for c in group
         ]
-    starts = range(0, len(trajectories), count)  # `score` fills in info["reward"] for a prompt's completions at once
+    starts = range(0, len(trajectories), count)  # a prompt's completions at once; `score` fills in info["reward"]
     await asyncio.gather(*(score(trajectories[start : start + count], rewards, cfg) for start in starts))
     if any(t.info["unrewarded"] for t in trajectories):
         raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
@@ -190,8 +190,8 @@ def token_logprobs(model: nn.Module, part: dict[str, Tensor], cfg: Settings) -> 
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor], cfg: Settings) -> Tensor:
-    """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, on average about 0, and
-    says nothing (watch the reward); its gradient is -A grad log pi.  [B, T]
+    """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, which says nothing of
+    progress (watch the reward); its gradient is -A grad log pi.  [B, T]
 
     A loss of yours may use whatever `tensors` puts into `part`. Take no mean over rows, which would depend on the
     micro-batches; be finite at prompts and padding, too, where the loss is multiplied by 0."""
@@ -267,8 +267,8 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 
 def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """A line of metrics.jsonl and of the terminal: means of `values` over all ranks, and `metrics`. A step's reward is
-    of the weights before it, an evaluation of the weights after it."""
+    """A line of metrics.jsonl and of the terminal: means of `values` over all ranks, and `metrics`. Step 10: its own,
+    whose completions are of the weights after 9 steps, and the evaluation of the weights after 10."""
     line = {name: float(utils.global_mean(value)) for name, value in values.items()} | metrics
     if dist.get_rank() == 0:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:

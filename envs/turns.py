@@ -168,7 +168,6 @@ def trajectory_of(row: dict, group: int, contexts: list[list[Exchange]]) -> Traj
         token_ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
-        token_rewards=[0.0] * len(ids),
         images=max((exchanges[-1].prompt.images for exchanges in contexts), key=len),
         finish_reason=sample.finish_reason,
         turns=len(turns),

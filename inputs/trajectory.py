@@ -42,7 +42,7 @@ class Trajectory:
     token_ids: list[int]
     loss_mask: list[int]
     logprobs: list[float]  # the generator's, 0 where loss_mask is 0
-    token_rewards: list[float]
+    token_rewards: list[float] = field(default_factory=list)  # zeros if not given; `score` adds to them
     images: list = field(default_factory=list)
     finish_reason: str = "stop"  # "stop" or "length", the generator's: never inferred from the last token
     turns: int = 1
@@ -57,6 +57,7 @@ class Trajectory:
         return vars(self) | {"info": {name: value for name, value in self.info.items() if name != "object"}}
 
     def __post_init__(self):
+        self.token_rewards = self.token_rewards or [0.0] * len(self.token_ids)
         lengths = {name: len(getattr(self, name)) for name in ("token_ids", "loss_mask", "logprobs", "token_rewards")}
         optional = {"teacher_logprobs": self.teacher_logprobs, "teacher_top": self.teacher_top and self.teacher_top[0]}
         lengths |= {name: len(values) for name, values in optional.items() if values is not None}
