@@ -116,17 +116,16 @@ def row(runs: Runs, ask: QueryParams) -> dict:
 
 
 def try_row(trial: list[str], runs: Runs, ask: QueryParams) -> dict:
-    """The command's output for a row and completions."""
+    """What the command prints for a row and completions."""
     words = [f"--row={ask.get('row', 0)}", *(f"--completion={text}" for text in ask.getlist("completion"))]
     words += [f"--sample={ask['sample']}"] if "sample" in ask else []
-    command = [*trial, "--json", *words]
     try:
-        result = subprocess.run(command, capture_output=True, timeout=TRY_SECONDS)
+        result = subprocess.run([*trial, *words], capture_output=True, timeout=TRY_SECONDS)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"The trial took more than {TRY_SECONDS} s and was ended.") from None
     if result.returncode:
         raise ConfigError(result.stderr.decode("utf-8", "replace")[-3000:])
-    return json.loads(result.stdout.splitlines()[-1])
+    return {"text": result.stdout.decode("utf-8", "replace")}
 
 
 def of_rows(runs: Runs, ask: QueryParams) -> dict:

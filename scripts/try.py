@@ -6,13 +6,12 @@
     python scripts/try.py my_grpo.py --config my.yaml --gpus 8                        # a copy; does it fit?
 
 Takes the flags of the train script. Rows, prompts, rewards and advantages are those of the training: the script's own
-functions are called. A typed completion ends with the token that ends a turn. `--json` prints one object, as the page
-"Try" shows it (`python look.py runs/ --try FLAGS`). Environments and tools are played by scripts/play.py.
+functions are called. A typed completion ends with the token that ends a turn. The page "Try" shows the same
+(`python look.py runs/ --try FLAGS`). Environments and tools are played by scripts/play.py.
 """
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,7 +96,6 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
     completions = [
         {
             "tokens": pieces(t.token_ids, processor),
-            "trained": t.loss_mask,
             "finish_reason": t.finish_reason,
             "rewards": t.info["rewards"],
             "reward": sum(t.token_rewards),
@@ -146,7 +144,6 @@ def main(words: list[str]) -> None:
     parser.add_argument("--completion", action="append", help="a typed completion; may be given again")
     parser.add_argument("--sample", type=int, help="this many completions, sampled by the model")
     parser.add_argument("--gpus", type=int, help="say by plan.py whether the run fits on so many GPUs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given, flags = parser.parse_known_args(words)
     path = flags.pop(0) if flags and flags[0].endswith(".py") else "train_grpo.py"
     script = sys.modules[load_function(f"{path}:setup").__module__]
@@ -155,8 +152,7 @@ def main(words: list[str]) -> None:
     found = of_rows(rows, held_out, given, cfg, processor)
     found |= of_group(script, dict(rows[given.row]), given, cfg, processor, reward_functions)
     start = f"torchrun --nproc_per_node={given.gpus}" if given.gpus else "python"
-    found |= {"fit": fit(flags, given.gpus), "command": " ".join([start, path, *flags])}
-    print(json.dumps(found, default=str)) if given.json else show(found)
+    show(found | {"fit": fit(flags, given.gpus), "command": " ".join([start, path, *flags])})
 
 
 if __name__ == "__main__":
