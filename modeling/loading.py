@@ -13,7 +13,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from config import ConfigError, TrainConfig
 from inputs.processor import load_config, loading, takes_images
-from modeling.model import experts_of, lora_layers
+from modeling.model import experts_of, lora_layers, replaced
 from safety.results import say_once
 
 # PEFT imports bitsandbytes if it is installed, and bitsandbytes warns that it lacks an optional kernel for CPUs.
@@ -156,12 +156,13 @@ def add_lora(model: nn.Module, cfg: TrainConfig) -> nn.Module:
 
     if experts_of(model.config)[0]:
         say_once("LoRA on a mixture of experts: linear layers get adapters, experts get none.")
-        # PEFT still expects experts to be linear layers, and would take a shared expert's gate_proj for the parameters
-        # of the experts. An adapter of experts can be neither folded nor served.
-        conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     kwargs = dict(target_modules=lora_layers(model, cfg), task_type="CAUSAL_LM")
+    # For adapters made with transformers 4, in which experts were linear layers, PEFT takes a shared expert's gate_proj
+    # for the parameters of the experts. An adapter of experts can be neither folded nor served.
+    names_as_given = replaced(conversion, convert_peft_config_for_transformers=lambda *_, **__: None)
     try:  # adapters in float32, whatever --dtype the frozen weights have
-        adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **kwargs))
+        with names_as_given:
+            adapted = get_peft_model(model, LoraConfig(r=cfg.lora_r, lora_alpha=cfg.lora_alpha, **kwargs))
     except ValueError as error:  # layers that PEFT refuses, such as out_proj of Mamba
         raise ConfigError(f"--lora_targets {' '.join(cfg.lora_targets)}: {error}") from error
     for layer in adapted.modules():

@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(module: nn.Module, **methods) -> Iterator[None]:
+def replaced(module: nn.Module | ModuleType, **methods) -> Iterator[None]:
     """Within this context the module has these attributes instead of its own."""
     before = {name: module.__dict__[name] for name in methods if name in module.__dict__}
     module.__dict__.update(methods)

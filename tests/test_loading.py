@@ -1,4 +1,5 @@
-"""No rank but the first holds a whole model while it is loaded; small changes reach the server; dropout is off."""
+"""No rank but the first holds a whole model while it is loaded; small changes reach the server; dropout is off; where
+adapters are."""
 
 import ctypes
 import zlib
@@ -6,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import model_of
+from peft.utils import transformers_weight_conversion as conversion
 from ranks import on_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import train_grpo as script
 from config import TrainConfig
-from modeling.model import dithered
+from modeling.loading import add_lora
+from modeling.model import dithered, is_lora, lora_layers
 
 CPU = torch.device("cpu")
 
@@ -139,3 +143,13 @@ def test_dropout_is_off_in_training(family, tmp_path):
     assert not torch.equal(given(ids).logits, given(ids).logits)
     loaded = script.load_hf_model(TrainConfig(model_id=str(tmp_path)), torch.float32).train()
     assert torch.equal(loaded(ids).logits, loaded(ids).logits)
+
+
+def test_a_mixture_has_adapters_on_its_linear_layers():
+    model, cfg, of_peft = model_of("qwen2_moe"), TrainConfig(), conversion.convert_peft_config_for_transformers
+    expected = lora_layers(model, cfg)
+    add_lora(model, cfg)
+    assert "model.layers.0.mlp.shared_expert.gate_proj" in expected
+    assert sorted(name for name, module in model.named_modules() if is_lora(module)) == expected
+    # Whatever else this process loads with PEFT is converted as PEFT thinks right.
+    assert conversion.convert_peft_config_for_transformers is of_peft
