@@ -90,6 +90,8 @@ from rewards import TRAINER_STATE, get_reward_functions, score
 def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
     """The rows whose prompts are not too long."""
     kept = [row for row in rows if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
+    if rows and not kept:
+        raise ConfigError(f"--max_prompt_length={cfg.max_prompt_length}: all {len(rows)} prompts are longer; raise it.")
     if dist.get_rank() == 0 and len(kept) < len(rows):
         print(f"{len(kept)} of {len(rows)} rows are used: the others' prompts exceed --max_prompt_length")
     return kept

@@ -293,17 +293,12 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> int:
     print(f"\n{rank_prefix}{type(error).__name__}: {text}", file=sys.stderr)
     if isinstance(error, dist.DistError) or re.search("gloo|NCCL", text):
         print(
-            f"{rank_prefix}The ranks lost contact: one ended, or was silent for --dist_timeout={cfg.dist_timeout:g} s. "
-            f"The first that failed says why. {RANK_KILLED}",
+            f"{rank_prefix}The ranks lost contact: one ended, or was silent for {cfg.dist_timeout:g} s (dist_timeout). "
+            "The first that failed says why. A rank killed without a message (signal 9) usually ran out of memory: "
+            "take smaller micro-batches." + " Continue with --resume --run_name NAME." * bool(cfg.save_steps),
             file=sys.stderr,
         )
     return error.status if isinstance(error, ConfigError) else 1
-
-
-RANK_KILLED = (
-    "A rank killed without a message (signal 9) usually ran out of memory: lower --tokens_per_microbatch. Continue "
-    "with --resume --run_name NAME from the last checkpoint, if there is one (--save_steps)."
-)
 
 
 def run_and_exit(
@@ -320,7 +315,7 @@ def run_and_exit(
         work()
         status = 0
     except KeyboardInterrupt as error:
-        print("\ninterrupted; everything since the last finished save (--save_steps) is lost.", file=sys.stderr)
+        print("\ninterrupted; what is not in a checkpoint is lost.", file=sys.stderr)
         ended_by, status = error, 130
     except BaseException as error:  # some errors of torch do not derive from Exception
         ended_by, status = error, print_failure(error, cfg)

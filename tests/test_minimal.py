@@ -1,6 +1,7 @@
 """train_minimal.py computes what train_grpo.py computes, learns, and has no flag that does nothing."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -140,3 +141,19 @@ def test_flags_that_it_does_not_have_are_refused():
     assert load_config(script.Settings, ["--learning_rate", "2e-5"]).learning_rate == 2e-5
     with pytest.raises(ConfigError, match="unknown argument '--beta'"):
         load_config(script.Settings, ["--beta", ".1"])
+
+
+def test_advice_after_a_failure_names_flags_of_the_program(capsys):
+    for cfg, flags in ((script.Settings(), set()), (TrainConfig(save_steps=5), {"resume", "run_name"})):
+        assert utils.print_failure(utils.dist.DistNetworkError("a rank is gone"), cfg) == 1
+        text = capsys.readouterr().err
+        assert "signal 9" in text and {*re.findall(r"--(\w+)", text)} == flags
+
+
+def test_held_out_prompts_of_which_none_fits_are_an_error(monkeypatch):
+    monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
+    tokenizer, cfg = AutoTokenizer.from_pretrained(make_tiny()), script.Settings(max_prompt_length=80)
+    short, long = {"prompt": "What is 1 + 2?"}, {"prompt": "What is 1 + 2? " * 40}
+    assert script.fitting([short, long], tokenizer, cfg) == [short] and script.fitting([], tokenizer, cfg) == []
+    with pytest.raises(ConfigError, match="--max_prompt_length=80: all 1 prompts are longer"):
+        script.fitting([long], tokenizer, cfg)
