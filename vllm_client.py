@@ -18,7 +18,6 @@ import io
 import json
 import math
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -124,7 +123,7 @@ class VLLMClient:
         self.adapter: dict | None = None  # PEFT's config
         self.versions = 1  # that may be sampled from at a time
         self.tensors: dict[str, Tensor] = {}  # of the push under way
-        self.folders: dict[int, Path] = {}  # by version
+        self.folders: dict[int, tempfile.TemporaryDirectory] = {}  # by version
 
     # ---- the servers --------------------------------------------------------------------------------------------
 
@@ -410,8 +409,8 @@ class VLLMClient:
         unload the oldest adapter."""
         from safetensors.torch import save_file
 
-        folder = Path(tempfile.mkdtemp(prefix=f"{self.name_of(version)}-"))
-        self.folders[version] = folder
+        self.folders[version] = tempfile.TemporaryDirectory(prefix=f"{self.name_of(version)}-")
+        folder = Path(self.folders[version].name)
         save_file(self.tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(self.adapter), encoding="utf-8")
         body = {"lora_name": self.name_of(version), "lora_path": str(folder)}
@@ -424,7 +423,7 @@ class VLLMClient:
         try:
             self._all("POST", "/v1/unload_lora_adapter", {"lora_name": self.name_of(version)})
         finally:
-            shutil.rmtree(self.folders.pop(version), ignore_errors=True)
+            self.folders.pop(version).cleanup()
 
     # ---- taking turns, and the end -------------------------------------------------------------------------------
 

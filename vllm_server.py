@@ -19,14 +19,17 @@ Training also works with `vllm serve` and the flags that docs/serving.md names. 
 
 import argparse
 import asyncio
+import getpass
 import hmac
 import ipaddress
 import json
 import os
 import secrets as random_numbers
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -84,7 +87,7 @@ def announce() -> None:
         print(f"vllm_server: ready on {ADDRESS}", flush=True)
 
 
-ADDRESS = ""  # set by main
+ADDRESS = FOLDER = ""  # set by get_ready
 STATUS = 1  # exit status of this process
 
 
@@ -200,6 +203,7 @@ def end_orphan() -> None:
 
 def leave(status: int) -> None:
     end_children()
+    shutil.rmtree(FOLDER, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # skips the unloading of compiled libraries, whose order is wrong
@@ -212,7 +216,7 @@ def interrupted(signum, frame) -> None:
 
 def get_ready(args: argparse.Namespace, vllm_args: list[str]) -> None:
     """Check everything that can be checked before the model is loaded, and make vLLM's command line in sys.argv."""
-    global ADDRESS
+    global ADDRESS, FOLDER
     if args.exit_with_parent:
         when_parent_ends(os.getppid(), end_orphan)
     check_free(args.host, args.port)
@@ -222,6 +226,10 @@ def get_ready(args: argparse.Namespace, vllm_args: list[str]) -> None:
     Token.token, secure = args.token, any(word.startswith("--ssl-certfile") for word in vllm_args)
     ADDRESS = f"{'https' if secure else 'http'}://{args.host}:{args.port}"
     print(f"vllm_server: loading {args.model}", flush=True)
+    # For sockets and stores, which vLLM leaves where they are; what torch has compiled stays where it looks for it.
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    os.environ["TMPDIR"] = FOLDER = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 bytes
     basics = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
     sys.argv[1:] = our_arguments([*basics, *vllm_args])
 

@@ -114,8 +114,8 @@ async def run_function(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple
 
 async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
     """(None, the command's exit status and last line)"""
-    folder = Path(tempfile.mkdtemp(prefix="agent-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
         (folder / "row.json").write_text(json.dumps(row, default=str), encoding="utf-8")
         (folder / "work").mkdir()
         words = [str(Path(w).resolve()) if Path(w).is_file() else w for w in shlex.split(cfg.agent)]
@@ -136,8 +136,6 @@ async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
         if status < 0:
             raise TrajectoryError(f"--agent {cfg.agent} was ended by signal {-status}", row)
         return None, {"status": status, "last_line": last_line(folder / "output")}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_all(key: str) -> None:

@@ -104,9 +104,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     args = parser.parse_args()
     subprocess.run([sys.executable, "scripts/make_models.py", "tiny", "models/tiny"], cwd=ROOT, check=True)
-    folder = Path(tempfile.mkdtemp(prefix="algorithms_"))
-    with ThreadPoolExecutor(2) as pool:  # one thread each
-        runs = list(pool.map(lambda job: run(*job, folder), [(p, s) for p in args.presets for s in args.seeds]))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:  # one thread each
+        runs = list(pool.map(lambda job: run(*job, Path(folder)), [(p, s) for p in args.presets for s in args.seeds]))
     print(table(runs))
 
 

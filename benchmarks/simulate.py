@@ -299,13 +299,13 @@ def simulated(cfg: SimulateConfig):
 
 
 @cache
-def with_pictures(kind: str) -> tuple[str, dict]:
+def with_pictures(kind: str) -> tuple[tempfile.TemporaryDirectory, dict]:
     """A folder with the processor of a model that takes pictures, and the config of a tiny one on its tokens."""
-    folder, processor = tempfile.mkdtemp(), tiny_vlms.processor_of(kind)
+    folder, processor = tempfile.TemporaryDirectory(), tiny_vlms.processor_of(kind)  # removed when this process ends
     processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 1024 * 1024}  # pixels
     config = tiny_vlms.config_of(kind, processor)
-    processor.save_pretrained(folder)
-    AutoConfig.for_model(kind, **config).save_pretrained(folder)
+    processor.save_pretrained(folder.name)
+    AutoConfig.for_model(kind, **config).save_pretrained(folder.name)
     return folder, config
 
 
@@ -377,7 +377,7 @@ def settled(cfg: SimulateConfig) -> SimulateConfig:
     if cfg.strategy == "ddp" and cfg.gpus > 1:
         raise ConfigError(f"--strategy ddp is simulated on one GPU, not on {cfg.gpus}: --gpus 1, or --strategy fsdp2.")
     if MODELS[cfg.model][0] in tiny_vlms.MARK:
-        cfg = replace(cfg, model_id=with_pictures(MODELS[cfg.model][0])[0])
+        cfg = replace(cfg, model_id=with_pictures(MODELS[cfg.model][0])[0].name)
     if cfg.hsdp:
         cfg = replace(cfg, shard_size=cfg.node_gpus)
     usual = dict(tokens_per_microbatch=cfg.tokens_per_microbatch or plan.BUDGETS[0], max_steps=1)

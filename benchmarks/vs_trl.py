@@ -235,8 +235,9 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path)
 def run_one(system: str, name: str, args, folder: Path, server) -> dict:
     """One run of one system on one case, in a folder of its own."""
     case, steps = CASES[name], args.steps + 1
-    prompts, env, metrics = str(folder.parent / f"{name}.jsonl"), dict(os.environ), folder / "run" / "metrics.jsonl"
-    metrics.parent.mkdir(parents=True)
+    prompts, env, metrics = str(folder / "prompts.jsonl"), dict(os.environ), folder / "run" / "metrics.jsonl"
+    write_prompts(Path(prompts), args.model, case.prompt_tokens)
+    metrics.parent.mkdir()
     if system == "trl":
         command = [sys.executable, str(Path(__file__).resolve()), "--model", args.model, "--steps", str(args.steps)]
         command += ["--cases", name, "--trl_child", prompts, str(metrics)]
@@ -289,17 +290,15 @@ def main() -> None:
     if args.trl_child:
         prompts, metrics = args.trl_child
         return run_trl(args.model, prompts, CASES[args.cases[0]], args.steps + 1, Path(metrics))
-    folder, runs = Path(tempfile.mkdtemp(prefix="vs_trl_")), []
-    for case in args.cases:
-        write_prompts(folder / f"{case}.jsonl", args.model, CASES[case].prompt_tokens)
-    print(f"logs of the single runs: {folder}", flush=True)
+    runs = []
     for rep in range(args.reps):
         for system in sorted(args.systems, key=lambda system: system == "vllm"):  # the server's last
             more = ("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024")
             server = start_server(args.model, *more).wait(300) if system == "vllm" else None
             try:
                 for case in args.cases:
-                    result = run_one(system, case, args, folder / f"{rep}_{system}_{case}", server)
+                    with tempfile.TemporaryDirectory() as folder:  # of 1 to 2 GB: each run leaves a checkpoint
+                        result = run_one(system, case, args, Path(folder), server)
                     runs.append({"system": system, "case": case} | result)
                     print(f"{rep + 1}/{args.reps} {case} {system}: {result}", flush=True)
             finally:

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 import faulthandler
 import json
 import os
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -102,7 +103,7 @@ def run_group(names: list[str], machine: Machine, deadline: float) -> list[Resul
         folder = Path(tempfile.mkdtemp(dir=machine.folder))
         answers, limit = folder / "answers", machine.patience * (START + sum(CHECKS[name].seconds for name in rest))
         words = ["--device", machine.device.type, "--patience", machine.patience, "--work", answers, *rest]
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(machine.ids)}
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(machine.ids), "TMPDIR": str(machine.folder)}
         status, log = called([sys.executable, SCRIPT, *words], folder / "log", min(limit, left), **env)
         found = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
         for result in (Result(**json.loads(line)) for line in found):
@@ -223,7 +224,10 @@ def main() -> int:
         results.append(result)
         args.page.write_text(page(results, machine, begin), encoding="utf-8")  # also of a run that is stopped
     print(f"{args.page}: please send it to us as an issue, as it is")
-    return int(any(result.verdict == "failed" for result in results))
+    failed = any(result.verdict == "failed" for result in results)
+    if not failed:
+        shutil.rmtree(machine.folder)
+    return int(failed)
 
 
 if __name__ == "__main__":

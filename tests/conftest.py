@@ -1,6 +1,9 @@
 """Fixtures that several test files share, and the tiers of tests (CONTRIBUTING.md)."""
 
+import multiprocessing.util
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +30,16 @@ def secrets_end_with_their_test():
     """A secret that was read stays in this process; the next test, of another file perhaps, must not send it."""
     with mock.patch.dict(secrets._read):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files():
+    """What processes that tests kill leave in the temporary directory goes with it."""
+    multiprocessing.util.get_temp_dir()  # removed after this one, so not in it
+    with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
+        tempfile.tempdir = None
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ class Server:
     model_dir: Path
     process: subprocess.Popen
     log: Path
+    folder: tempfile.TemporaryDirectory  # of the log
 
     def request(self, method, path, token=None, **kwargs):
         """Any HTTP request with the right token, or with another one."""
@@ -56,12 +57,14 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        self.folder.cleanup()
 
 
 def start_server(model_dir, *arguments, **env: str):
     """Start a server without waiting for it (`.wait()` does). env: on top of this process's environment."""
     port, token = free_port(), secrets.token_urlsafe(8)
-    log = Path(tempfile.mkdtemp(prefix="test_server_")) / "log"
+    folder = tempfile.TemporaryDirectory(prefix="test_server_")
+    log = Path(folder.name) / "log"
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", str(model_dir), "--port", str(port)]
     command += ["--exit-with-parent"]
     # The engine computes in its own process, as on one GPU: a third process would import for 10 s of a core.
@@ -69,7 +72,7 @@ def start_server(model_dir, *arguments, **env: str):
     with open(log, "w", encoding="utf-8") as out:
         how = dict(stdout=out, stderr=out, preexec_fn=ends_with_us())
         process = subprocess.Popen([*command, *arguments], env=os.environ | {"VLLM_SERVER_TOKEN": token} | env, **how)
-    return Server(f"http://127.0.0.1:{port}", token, Path(model_dir), process, log)
+    return Server(f"http://127.0.0.1:{port}", token, Path(model_dir), process, log, folder)
 
 
 def make_tiny():

@@ -78,7 +78,7 @@ def test_gpus_are_divided_between_server_and_trainer(tmp_path, gpus, visible, fl
     assert more or not any(word in server["words"] for word in ("--gpu-memory-utilization", "--tensor-parallel-size"))
     ranks = len((of_trainer or "").split(","))
     assert trainer["name"] == ("torchrun" if ranks > 1 else "python")
-    assert ranks == 1 or trainer["words"][:3] == ["--standalone", f"--nproc_per_node={ranks}", "train_grpo.py"]
+    assert ranks == 1 or {f"--nproc_per_node={ranks}", "train_grpo.py"} <= set(trainer["words"])
     assert trainer["words"][-2:] == ["--max_steps", "3"] and ("--colocate" in trainer["words"]) == ("--col" in flags)
     # What the trainer took while vLLM measures its memory would be counted as vLLM's; on CPUs both begin at once.
     assert trainer["ready"] == bool(gpus)
