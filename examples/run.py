@@ -35,8 +35,8 @@ MADE = {  # models that need no hub, and what makes them
     "models/tiny-vlm": ["scripts/make_tiny_vlm.py"],  # ten minutes
 }
 # What the warm start has in common with the training.
-TASK = "dataset_id env tools mcp_config tool_parser max_turns max_turn_length max_prompt_length max_completion_length "
-TASK += "agent system_prompt max_pixels compute_dtype tokens_per_microbatch"
+TASK = "dataset_id reward_funcs env tools mcp_config tool_parser max_turns max_turn_length max_prompt_length "
+TASK += "max_completion_length agent system_prompt max_pixels compute_dtype tokens_per_microbatch"
 
 
 def run(*command: str) -> None:
@@ -64,7 +64,8 @@ def main(name: str, flags: list[str]) -> None:
         model, start = start, f"runs/{run_name}/checkpoints/step_{warm['max_steps']}"
         if not Path(start).is_dir():
             task = {key: settings[key] for key in TASK.split() if key in settings}
-            command = ["scripts/warm_start.py", "--run_name", run_name, "--model_id", model, *words_of(task | warm)]
+            command = ["scripts/warm_start.py", "--resume", "--run_name", run_name, "--model_id", model]
+            command += words_of(task | warm)
             run(sys.executable, *command)
 
     in_process = "hf" in (settings.get("generator"), *flags)
