@@ -96,10 +96,6 @@ class Gymnasium(Environment):
         observation, reward, ended, cut, _ = self.env.step(action)
         return [{"role": "user", "content": self.described(observation)}], float(reward), ended or cut, {"valid": 1.0}
 
-    def actions(self):
-        space = self.env.action_space
-        return [f"<answer>{space.start + n}</answer>" for n in range(space.n)] if self.numbered else []
-
     def close(self):
         self.env.close()
 

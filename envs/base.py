@@ -20,9 +20,6 @@ Each trajectory has an environment of its own, of a class like this:
         def metrics(self):                          # logged once a trajectory
             return {"success": float(self.right)}
 
-        def actions(self):                          # for --policy random to choose from
-            return [str(n) for n in range(1, 10)]
-
 Every method, the constructor included, may be plain or async, has --tool_timeout seconds, and does not hold up other
 trajectories. If one raises or is late, its trajectory is left out and counted; above --max_failed of a step the run
 stops and shows the commonest cause. The seed is the row's column `seed`, which every row loaded with --env has; the
@@ -32,7 +29,7 @@ trajectory without a step. `state()` lets --advantage gigpo compare turns that b
 end, however the trajectory ends; with `pooled = True` an instance is reset and played again instead. `tools` are those
 that the model can call ({name: Tool}); most environments have none and read the text.
 
-`python scripts/play.py --env NAME --policy random` plays one without model, server or torch.distributed.
+`python scripts/try.py --env NAME --hand` has you play one in place of the model.
 """
 
 import math
@@ -81,10 +78,6 @@ class Environment:
     def metrics(self) -> dict[str, float]:
         """Numbers to log about the whole trajectory; called once, at its end."""
         return {}
-
-    def actions(self) -> list[str]:
-        """Turns for a random policy to choose from, if there is such a list."""
-        return []
 
 
 class ToolEnvironment(Environment):

@@ -1,7 +1,7 @@
 """FrozenLake and Sokoban, made from a seed and always solvable, and rows for games: a seed each, held-out ones never
 met in training. What the prompt says is the environment's matter.
 
-    python scripts/play.py --env frozenlake --policy random        # play one first: no model, no server
+    python scripts/try.py --model_id models/tiny --env frozenlake --hand     # play one first
     ... --env frozenlake --dataset_id examples/games.py:rows       # also sokoban, gymnasium?id=..., textarena?id=...
 
 The reward is the environment's, turn by turn. Watch rewards/environment/success, valid and effective. frozenlake.py and
@@ -37,9 +37,6 @@ class Board(Environment):
         reward, done = self.move(MOVES[found[-1].lower()])
         info = {"valid": 1.0, "effective": float(self.place != before)}
         return [{"role": "user", "content": self.picture()}], reward, done, info
-
-    def actions(self):
-        return [f"<answer>{move.capitalize()}</answer>" for move in MOVES]
 
 
 class FrozenLake(Board):

@@ -1,7 +1,7 @@
 """A shop, as WebShop (2207.01206): search[words] and click[button], page by page, until something is bought.
 
     python examples/run.py shop                      # warm start, two seeds
-    python scripts/play.py --env examples/shop.py:Shop --dataset_id examples/shop.py:rows --policy random
+    python scripts/try.py --config examples/shop.yaml --hand       # be the customer
 
 The reward is WebShop's: 0 for another kind of thing than was asked for, else the share of the other wishes that the
 thing bought fulfils: material, color, size, price. `--preset gigpo` compares turns that began on the same page. What

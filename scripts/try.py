@@ -4,10 +4,12 @@
     python scripts/try.py --config examples/sums.yaml --row 3 --completion "57" --completion "It is 58."
     python scripts/try.py --config examples/sums.yaml --row 3 --sample 8              # sampled in this process
     python scripts/try.py my_grpo.py --config my.yaml --gpus 8                        # a copy; does it fit?
+    python scripts/try.py --model_id models/tiny --env frozenlake --hand              # you are the model, turn by turn
 
 Takes the flags of the train script. Rows, prompts, rewards and advantages are those of the training: the script's own
 functions are called. A typed completion ends with the token that ends a turn. The page "Try" shows the same
-(`python look.py runs/ --try FLAGS`). Environments and tools are played by scripts/play.py.
+(`python look.py runs/ --try FLAGS`). With --hand an environment or tools answer you, turn by turn; calls are typed as
+the model would write them.
 """
 
 import argparse
@@ -24,32 +26,37 @@ from config import ConfigError, load_config, load_function  # noqa: E402
 
 
 class Typed:
-    """A generator whose completions somebody typed."""
+    """A generator whose completions somebody typed; texts None: types now, having read what is new in the prompt."""
 
     rope_index = None
 
-    def __init__(self, processor, texts: list[str]):
-        self.tokenizer, self.texts = processor, iter(texts)
+    def __init__(self, processor, texts: list[str] | None):
+        self.tokenizer, self.texts, self.shown = processor, texts and iter(texts), 0
 
     async def generate(self, prompt_ids, *, n=1, max_tokens, **_) -> list:
         from inputs.trajectory import Completion
 
         tokenizer, made = getattr(self.tokenizer, "tokenizer", self.tokenizer), []
         for _ in range(n):
-            ids = tokenizer(next(self.texts, ""), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            if self.texts is None:
+                print(f"\n{tokenizer.decode(prompt_ids[self.shown :])}")
+            text = input("you: ") if self.texts is None else next(self.texts)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             cut = len(ids) > max_tokens
             ids = ids[:max_tokens]
+            self.shown = len(prompt_ids) + len(ids)
             made.append(Completion(ids, [0.0] * len(ids), "length" if cut else "stop", 0, list(prompt_ids)))
         return made
 
 
-def pieces(ids: list[int], processor) -> list[str]:
+def pieces(ids: list[int], processor) -> str:
     """The text of each token."""
-    return getattr(processor, "tokenizer", processor).batch_decode([[number] for number in ids])
+    tokens = getattr(processor, "tokenizer", processor).batch_decode([[number] for number in ids])
+    return "  " + "|".join(tokens).replace("\n", "\\n")
 
 
-def of_rows(rows: list[dict], held_out: list[dict], given, cfg, processor) -> dict:
-    """How many rows there are, and the one that was asked for: its columns and its prompt's tokens."""
+def show_row(rows: list[dict], held_out: list[dict], given, cfg, processor) -> dict:
+    """Say how many rows there are, and what is in the one that was asked for, which is returned."""
     from rollouts import look_at
 
     if not 0 <= given.row < len(rows):
@@ -57,23 +64,25 @@ def of_rows(rows: list[dict], held_out: list[dict], given, cfg, processor) -> di
     row = dict(rows[given.row])
     own = cfg.of(row)
     lengths = sorted(look_at(rows, "rows", processor, own))
-    return {
-        "rows": len(rows),
-        "held_out": len(held_out),
-        "prompt_tokens": {"median": lengths[len(lengths) // 2], "longest": lengths[-1], "limit": own.max_prompt_length},
-        "row": {name: repr(value)[:2000] for name, value in row.items()},
-    }
+    print(f"{len(rows)} rows, {len(held_out)} held out")
+    print(
+        f"tokens of the first 100 prompts: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}; "
+        f"--max_prompt_length {own.max_prompt_length}\n"
+    )
+    for name, value in row.items():
+        print(f"  {name}: {repr(value)[:2000]}")
+    return row
 
 
-def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -> dict:
-    """Completions of the row, typed or sampled, with each reward function's value and the advantages of the group.
-    Without any, the prompt's tokens alone."""
+def show_group(script, row: dict, given, cfg, processor, reward_functions: dict) -> None:
+    """Print completions of the row, typed or sampled, with each reward function's value and the advantages of the
+    group. Without any, the prompt's tokens alone."""
     import torch
 
     from rewards import own_functions, score
 
-    texts = given.completion or [""]
-    own = replace(cfg.of(row), num_generations=given.sample or len(texts), kl_in_reward=False)
+    texts = None if given.hand else given.completion or [""]
+    own = replace(cfg.of(row), num_generations=given.sample or len(texts or [""]), kl_in_reward=False)
     if given.sample:
         from hf_generator import HFGenerator
 
@@ -81,59 +90,23 @@ def of_group(script, row: dict, given, cfg, processor, reward_functions: dict) -
         generator = HFGenerator(model, processor)
         generator.seed(own.seed)
     else:
-        generator, own = Typed(processor, texts), replace(own, max_turns=1)
+        generator, own = Typed(processor, texts), own if given.hand else replace(own, max_turns=1)
     trajectories = asyncio.run(script.rollouts.call_rollout(row, generator, own))
     if failed := [t.info["failure"] for t in trajectories if "failure" in t.info]:
         raise ConfigError(f"{len(failed)} of {len(trajectories)} trajectories failed: {failed[0]}")
-    prompt = pieces(trajectories[0].prompt_ids, processor)
-    if not (given.completion or given.sample):
-        return {"prompt": prompt}
+    prompt = trajectories[0].prompt_ids
+    print(f"\nprompt, {len(prompt)} tokens:\n{pieces(prompt, processor)}")
+    if not (given.completion or given.sample or given.hand):
+        return
     asyncio.run(score(trajectories, own_functions(reward_functions, own), own))
     batch = script.collate(trajectories, 0, torch.device("cpu"))
     script.shape_rewards(batch, own, {})
     script.add_advantages(batch, own)
     means = script.row_mean(batch.advantages, batch.loss_mask)[:, 0].tolist()
-    completions = [
-        {
-            "tokens": pieces(t.token_ids, processor),
-            "finish_reason": t.finish_reason,
-            "rewards": t.info["rewards"],
-            "reward": sum(t.token_rewards),
-            "advantage": mean,
-        }
-        for t, mean in zip(trajectories, means, strict=True)
-    ]
-    return {"prompt": prompt, "completions": completions}
-
-
-def line(tokens: list[str]) -> str:
-    return "  " + "|".join(tokens).replace("\n", "\\n")
-
-
-def show(found: dict) -> None:
-    lengths = found["prompt_tokens"]
-    print(f"{found['rows']} rows, {found['held_out']} held out")
-    print(
-        f"tokens of the first 100 prompts: median {lengths['median']}, longest {lengths['longest']}; "
-        f"--max_prompt_length {lengths['limit']}\n"
-    )
-    for name, value in found["row"].items():
-        print(f"  {name}: {value}")
-    print(f"\nprompt, {len(found['prompt'])} tokens:\n{line(found['prompt'])}")
-    for number, one in enumerate(found.get("completions", ())):
-        worth = f"reward {one['reward']:.4g}, advantage {one['advantage']:+.4g}"
-        print(f"\ncompletion {number}: {worth}, {len(one['tokens'])} tokens, {one['finish_reason']}")
-        print(f"{line(one['tokens'])}\n  {one['rewards']}")
-    print(f"\n{found['fit']}" * bool(found["fit"]) + f"\nTo train: {found['command']}")
-
-
-def fit(flags: list[str], gpus: int | None) -> str:
-    """What plan.py says of these flags on so many GPUs."""
-    if gpus is None:
-        return ""
-    command = [sys.executable, str(ROOT / "plan.py"), *flags, "--gpus", str(gpus)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return (done.stdout + done.stderr).strip()
+    for number, (t, mean) in enumerate(zip(trajectories, means, strict=True)):
+        worth = f"reward {sum(t.token_rewards):.4g}, advantage {mean:+.4g}"
+        print(f"\ncompletion {number}: {worth}, {len(t.token_ids)} tokens, {t.finish_reason}")
+        print(f"{pieces(t.token_ids, processor)}\n  {t.info['rewards']}")
 
 
 def main(words: list[str]) -> None:
@@ -143,16 +116,21 @@ def main(words: list[str]) -> None:
     parser.add_argument("--row", type=int, default=0, help="number of the row; default: 0")
     parser.add_argument("--completion", action="append", help="a typed completion; may be given again")
     parser.add_argument("--sample", type=int, help="this many completions, sampled by the model")
+    parser.add_argument("--hand", action="store_true", help="type a completion now, turn by turn")
     parser.add_argument("--gpus", type=int, help="say by plan.py whether the run fits on so many GPUs")
     given, flags = parser.parse_known_args(words)
     path = flags.pop(0) if flags and flags[0].endswith(".py") else "train_grpo.py"
     script = sys.modules[load_function(f"{path}:setup").__module__]
     cfg = load_config(script.TrainConfig, [*flags, "--generator", "hf"])
     cfg, reward_functions, processor, rows, held_out = script.setup(cfg)
-    found = of_rows(rows, held_out, given, cfg, processor)
-    found |= of_group(script, dict(rows[given.row]), given, cfg, processor, reward_functions)
+    row = show_row(rows, held_out, given, cfg, processor)
+    show_group(script, row, given, cfg, processor, reward_functions)
+    print(flush=True)
+    if given.gpus:
+        plan = [sys.executable, str(ROOT / "plan.py"), *flags, "--gpus", str(given.gpus)]
+        subprocess.run(plan, stderr=subprocess.STDOUT, timeout=300)
     start = f"torchrun --nproc_per_node={given.gpus}" if given.gpus else "python"
-    show(found | {"fit": fit(flags, given.gpus), "command": " ".join([start, path, *flags])})
+    print(f"\nTo train: {' '.join([start, path, *flags])}")
 
 
 if __name__ == "__main__":
@@ -161,3 +139,5 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"try.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except EOFError:
+        raise SystemExit("\ntry.py: the input has ended, the completion has not") from None

@@ -159,9 +159,10 @@ def test_files_of_the_readme_run_and_their_metrics_are_explained(tmp_path):
     flags += "--max_completion_length 64 --max_turn_length 8 --reward_funcs environment"
     seen = {name for line in trained(tmp_path, flags, "agent") for name in line} - {"step"}
     assert "agent/rows" in seen and not {name for name in seen if not any(re.fullmatch(p, name) for p in known)}
-    play = [sys.executable, "scripts/play.py", "--env", f"{tmp_path}/my_env.py:Guess", "--policy", "random"]
-    done = subprocess.run(play, cwd=ROOT, capture_output=True, text=True, timeout=100, encoding="utf-8")
-    assert done.returncode == 0 and "mean reward" in done.stdout, done.stderr
+    play = [sys.executable, "scripts/try.py", "--model_id", "models/tiny", "--env", f"{tmp_path}/my_env.py:Guess"]
+    how = dict(input="".join(f"{number}\n" for number in range(1, 10)), text=True, encoding="utf-8")
+    done = subprocess.run([*play, "--hand", "--max_turns", "9"], cwd=ROOT, capture_output=True, timeout=100, **how)
+    assert done.returncode == 0 and "reward 1," in done.stdout, done.stderr
 
 
 def commands() -> list[tuple[str, list[str]]]:

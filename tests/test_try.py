@@ -16,25 +16,33 @@ tried = importlib.import_module("scripts.try")
 FLAGS = "--model_id models/tiny --dataset_id examples/sums.py:rows --reward_funcs exact_match".split()
 
 
-def answer(monkeypatch, *words: str) -> dict:
-    found = {}
-    monkeypatch.setattr(tried, "show", found.update)
-    tried.main([*FLAGS, *words])
-    return found
-
-
-def test_the_prompt_is_the_tokenizers_and_advantages_are_the_groups(monkeypatch, tmp_path):
+def test_the_prompt_is_the_tokenizers_and_advantages_are_the_groups(capsys, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "And 2 + 2?", "answer": "4"}\n')
-    found = answer(monkeypatch, "--dataset_id", str(rows), "--row", "1", "--completion", "4", "--completion", "5")
-    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
+    tried.main([*FLAGS, "--dataset_id", str(rows), "--row", "1", "--completion", "4", "--completion", "5"])
+    printed, tokenizer = capsys.readouterr().out, AutoTokenizer.from_pretrained("models/tiny")
     messages = [{"role": "user", "content": "And 2 + 2?"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert found["prompt"] == [tokenizer.decode([number]) for number in ids]
-    assert [one["reward"] for one in found["completions"]] == [1, 0]
+    tokens = "|".join(tokenizer.decode([number]) for number in ids).replace("\n", "\\n")
+    assert f"prompt, {len(ids)} tokens:\n  {tokens}\n" in printed and "2 rows, " in printed
     # (1 - .5) / (std of [1, 0], unbiased, + 1e-6)
-    assert [one["advantage"] for one in found["completions"]] == pytest.approx([0.7071, -0.7071], abs=1e-4)
-    assert found["completions"][0]["tokens"] == ["4", tokenizer.eos_token] and found["rows"] == 2
+    assert f"0: reward 1, advantage +0.7071, 2 tokens, stop\n  4|{tokenizer.eos_token}\n" in printed
+    assert "1: reward 0, advantage -0.7071" in printed
+
+
+def test_tools_answer_who_types(capsys, monkeypatch, tmp_path):
+    """A class written for TRL, whose method is a tool, by hand."""
+    (tmp_path / "look.py").write_text(
+        "class Look:\n    def reset(self, **row):\n        return 'Look.'\n\n"
+        "    def look(self) -> str:\n        'Looks around.'\n        return 'a red door'\n",
+        encoding="utf-8",
+    )
+    said = iter(['<tool_call>{"name": "look", "arguments": {}}</tool_call>', "A door."])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    flags = ["--env", f"{tmp_path}/look.py:Look", "--reward_funcs", "exact_match"]
+    tried.main([*FLAGS, *flags, "--hand"])
+    asked, answered = capsys.readouterr().out.split("a red door", 1)
+    assert "Look." in asked and "completion 0: reward 0" in answered and "A| do|or|." in answered
 
 
 def test_the_page_asks_the_same(tmp_path):
