@@ -30,9 +30,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. The other fields of config.py keep their defaults;
-    a line here makes one a flag. It then works where rows, prompts, rewards, models and servers are loaded
-    (system_prompt, server_timeout); how train_grpo.py samples and trains (top_p, beta, strategy) is not read here."""
+    """The flags of this script; the comment behind each is its help. Other fields of config.py have their defaults, and
+    become flags with a line here: system_prompt, dist_timeout ... Those of the algorithm (beta, top_p) do nothing."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -98,7 +97,7 @@ def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step (parse_args: ranks divide it evenly). All ranks shuffle alike, anew in each epoch."""
+    """This rank's share of a step, which ranks divide evenly. All of them shuffle alike, anew in each epoch."""
     epoch, place = divmod(step, len(rows) // cfg.prompts_per_step)
     order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))
     numbers = order[place * cfg.prompts_per_step : (place + 1) * cfg.prompts_per_step]
@@ -125,11 +124,11 @@ async def sample(
     prompts = [prompt_ids(row, generator.tokenizer, cfg) for row in rows]  # in the model's chat template
     # From softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
     how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
-    completions = await asyncio.gather(*(generator.generate(prompt, **how) for prompt in prompts))  # at the same time
+    completions = await asyncio.gather(*(generator.generate(prompt, **how) for prompt in prompts))  # as one batch
     trajectories: list[Trajectory] = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         utils.check_fresh(group, range(step, step + 1), cfg.generator)  # an error if other weights sampled any token
-        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the template ends with it; for rewards
+        begun = begun_in(prompt, generator.tokenizer, cfg)  # "<think>" if the prompt ends so: rewards see it, too
         trajectories += [
             Trajectory(
                 row=row,
@@ -195,8 +194,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, part: dict[str, Tensor],
     """PPO's clipped ratio, per token. In a step's first update the ratio is 1: the loss is -A, which says nothing of
     progress (watch the reward); its gradient is -A grad log pi.  [B, T]
 
-    A loss of yours may use whatever `tensors` puts into `part`. Take no mean over rows, which would depend on the
-    micro-batches; be finite at prompts and padding, too, where the loss is multiplied by 0."""
+    A loss of yours may use whatever `tensors` puts into `part`. Take no mean over completions, which would depend
+    on the micro-batches; be finite at prompts and padding, too, where the loss is multiplied by 0."""
     ratio = (logprobs - old_logprobs).exp()  # [B, T]
     clipped = ratio.clamp(1 - cfg.epsilon, 1 + cfg.epsilon)
     return -torch.min(ratio * part["advantages"], clipped * part["advantages"])
@@ -241,9 +240,7 @@ def update(model: nn.Module, optimizer, parts: list[dict[str, Tensor]], step: in
         numbers = accumulate_gradients(model, parts, cfg)
         norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
         if not norm.isfinite():
-            raise RuntimeError(
-                f"step {step}: the gradient norm is {norm:g}; lower --learning_rate, or look at the rewards."
-            )
+            raise RuntimeError(f"step {step}: the gradient norm is {norm:g}; lower --learning_rate; look at rewards.")
         optimizer.step()
         optimizer.zero_grad()
         first = first or numbers | {"grad_norm": float(norm), "lr": lr}
@@ -269,8 +266,8 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 
 def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """A line of metrics.jsonl and of the terminal: means of `values` over all ranks, and `metrics`. Step 10: its own,
-    whose completions are of the weights after 9 steps, and the evaluation of the weights after 10."""
+    """A line of metrics.jsonl and of the terminal: means of `values` over all ranks, and `metrics`. step: steps done.
+    The tenth is logged as 10, though the weights after 9 sampled it; an evaluation at 10 has the weights after 10."""
     line = {name: float(utils.global_mean(value)) for name, value in values.items()} | metrics
     if dist.get_rank() == 0:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
