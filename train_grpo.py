@@ -20,8 +20,7 @@ Section 1 is the loop, 8 the policy, reference and optimizer, 10 the evaluation,
 Read train_minimal.py first: the same algorithm in 340 lines. To try an idea you need not read this whole file. For an
 advantage read section 5; for a loss the beginning of 5, section 6 and `micro_loss` in 7, which calls it; for a rollout
 the beginning of section 3; for an optimizer `make_optimizer`. docs/ideas.md has ideas that work. To remove a feature,
-delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`; three of these
-lines follow one that is "enough without" them.
+delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`
 
 Deliberate differences from the papers and from TRL:
 
@@ -36,7 +35,8 @@ Deliberate differences from the papers and from TRL:
 Shapes: B completions (this rank's share of a step), T tokens of the longest prompt + completion, N sampled tokens, V
 vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
-[B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights,
+[B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights (a
+weight of 0: only logged, and here for an advantage of yours),
 `shaped_scores` [B] the scores after `shape_rewards` (section 5). In forward passes and losses a row may be part of a
 completion: one whose context starts anew, as an agent's may, becomes several rows (`split_restarts`). With --domains
 `cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
@@ -81,14 +81,14 @@ from algorithms import checks
 from algorithms import teachers
 from algorithms.advantages import MORE_ADVANTAGES, largest, normalised, sizes_of_advantages
 from algorithms.correction import mismatch, mismatch_statistics, not_rejected
-from algorithms.distillation import divergence, rewards_count
+from algorithms.distillation import rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
 from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
 from algorithms.silent import TwoStageBackward
-from batch import Batch, add_statistics, by_domain, center_by_group, clip_stats, clipped_surrogate, collate, differ
-from batch import group_index, group_mean, group_std, log_ratio, merge_restarts, placed, record, row_mean, row_sum
-from batch import sequence_ratio, split_restarts, spread, start_record
-from batch import by_turn, normalize, returns_to_go, turn_returns, whiten  # noqa: F401 - for advantages of your own
+from batch import Batch, add_statistics, center_by_group, clip_stats, clipped_surrogate, collate, differ, group_index
+from batch import group_mean, group_std, log_ratio, merge_restarts, record, row_sum, sequence_ratio, split_restarts
+from batch import spread, start_record
+from batch import by_turn, normalize, returns_to_go, row_mean, turn_returns, whiten  # noqa: F401 - for ideas of yours
 from inputs import vision
 from inputs.processor import load_processor  # noqa: F401 - for after_rollout
 from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, known_scores
@@ -157,7 +157,7 @@ def train(
     collector.pushed(pushed, cfg)
     last_eval = evaluate(run, cfg, run.first) if cfg.eval_only or (cfg.eval_steps and run.first == 0) else {}
 
-    for step in range(run.first, run.first if cfg.eval_only else cfg.max_steps):
+    for step in range(run.first, cfg.max_steps) if not cfg.eval_only else ():
         last = step + 1 == cfg.max_steps
         evaluates = bool(cfg.eval_steps) and ((step + 1) % cfg.eval_steps == 0 or last)
         saves = (bool(cfg.save_steps) and (step + 1) % cfg.save_steps == 0) or last
@@ -177,15 +177,15 @@ def train(
             metrics |= numbers | added
 
             batch = collate(trajectories, pad_id, run.device, torch.distributed.get_rank(), step)
-            # The policy divides its logits by the temperature that the step was sampled with.
+            # With the temperature that the step was sampled with, by which the policy divides its logits.
             step_cfg = replace(cfg, temperature=settings_at(step, cfg).temperature)
             metrics |= teachers.add(batch, run, trajectories, pad_id, step_cfg, all_logprobs)  # {} without a teacher
             with clock(metrics, "logprobs"):
                 add_logprobs(batch, policy, run.reference, step_cfg)
-            metrics |= shape_rewards(batch, cfg, state["score_moments"])
-            metrics |= run.critic.learn(batch, cfg, step) if run.critic else {}
-            metrics |= add_advantages(batch, cfg)
-            metrics |= checks.metrics_of(leave_out(batch, trajectories, cfg) or {}, batch)
+            metrics |= shape_rewards(batch, step_cfg, state["score_moments"])
+            metrics |= run.critic.learn(batch, step_cfg, step) if run.critic else {}
+            metrics |= add_advantages(batch, step_cfg)
+            metrics |= checks.metrics_of(leave_out(batch, trajectories, step_cfg) or {}, batch)
             if logs and learns and cfg.log_completions:
                 start_record(batch)  # each token's log-prob, entropy and weight in the loss go to the run's folder
             with clock(metrics, "update"):
@@ -315,7 +315,7 @@ async def sample_rows(
     """
 
     async def sample(number: int) -> tuple[list[Trajectory], bool]:
-        """The group, and whether another one should replace it: it is silent, or its prompt is too long."""
+        """The group, and whether another one should replace it: it teaches nothing, or its prompt is too long."""
         row = rows[number]
         settings = settings_at(step, rollouts.sampled_by(row, cfg))  # for the row's domain and number of completions
         calls = [rollout(row, generator, reward_functions, settings, versions)]
@@ -327,19 +327,19 @@ async def sample_rows(
             trajectory.info["row_number"] = number
         for greedy_group in greedy_groups:
             rollouts.tell_baseline(group, greedy_group[0])
-        silent = cfg.dynamic_sampling and not has_signal(group, settings)
-        return group, rollouts.cannot_be_shown(group, number) or silent
+        teaches_nothing = cfg.dynamic_sampling and not has_signal(group, settings)
+        return group, rollouts.cannot_be_shown(group, number) or teaches_nothing
 
     async def sample_place(place: int) -> tuple[list[Trajectory], bool, int]:
-        """The group that stays, whether it is silent all the same, and how many groups it replaced."""
-        (group, silent), replaced = await sample(first[place]), 0
+        """The group that stays, whether it should have been replaced as well, and how many groups it replaced."""
+        (group, replace_it), replaced = await sample(first[place]), 0
         for number in further[place :: len(first)]:
-            if silent:
-                (group, silent), replaced = await sample(number), replaced + 1
-        return group, silent, replaced
+            if replace_it:
+                (group, replace_it), replaced = await sample(number), replaced + 1
+        return group, replace_it, replaced
 
-    groups, silent, replaced = zip(*await asyncio.gather(*map(sample_place, range(len(first)))), strict=True)
-    return [*groups], {"resampled": sum(replaced), "silent": sum(silent)}
+    groups, unreplaced, replaced = zip(*await asyncio.gather(*map(sample_place, range(len(first)))), strict=True)
+    return [*groups], {"resampled": sum(replaced), "silent": sum(unreplaced)}
 
 
 def settings_at(step: int, cfg: TrainConfig) -> TrainConfig:
@@ -363,7 +363,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
         scoring = asyncio.ensure_future(score(played, functions, call_cfg))  # fills in token_rewards and info
-        work = [scoring]  # enough without the next line
+        work = [scoring]
         work.append(teachers.tell(played, generator, call_cfg, scoring))  # waits for the scores if it needs them
         try:
             await asyncio.gather(*work)
@@ -447,9 +447,9 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, c
         batch.sum_pi_squared = outputs["sum_pi_squared"]
     if reference is not None:
         batch.ref_logprobs = all_logprobs(reference, batch, cfg)["logprobs"]
-    elif cfg.beta > 0 or "ref_logprobs" in needed:
+    elif cfg.beta > 0 or "ref_logprobs" in needed:  # LoRA: without its adapters the policy is the reference
         unrouted = replace(batch, routed_experts=None)  # the reference chooses its experts itself
-        with unwrapped(policy).model.disable_adapter():  # LoRA: without its adapters the policy is the reference
+        with unwrapped(policy).model.disable_adapter():
             batch.ref_logprobs = all_logprobs(policy, unrouted, cfg)["logprobs"]
 
 
@@ -476,13 +476,12 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
     """What `Policy.forward` says of each sampled token: "logprobs", "entropy", "sum_pi_squared" ..., 0 elsewhere.
     Log-probs have a gradient, the entropy only if the loss reads it.  [B, T] each"""
     where = batch.loss_mask.nonzero(as_tuple=True)  # rows and columns of the N sampled tokens
-    # inputs: of the model, [R, L]. Completions a and b of a prompt p share one row: p p a a a b b. at_rows, at_columns
-    # [N]: the position in `inputs` that predicts each sampled token, in the order of `where`. targets [N]: the token,
-    # or [N, 1 + k] with the k that a teacher finds likeliest in its place (batch.teacher_top).
+    # inputs: of the model, [R, L]. Completions a and b of prompt p, and c of prompt q, in one row: p p a a a b b q c c.
+    # at_rows, at_columns [N]: the position in `inputs` that predicts each sampled token, in the order of `where`.
+    # targets [N]: the token, or [N, 1 + k] with the k that a teacher finds likeliest in its place (batch.teacher_top).
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
     outputs = policy(inputs, at_rows, at_columns, targets, cfg.temperature)  # [N] or [N, ...] each
-    if targets.ndim > 1:
-        outputs["of_teacher_top"], outputs["logprobs"] = outputs["logprobs"][:, 1:], outputs["logprobs"][:, 0]
+    outputs = teachers.parted(outputs, targets)  # [N, 1 + k] -> "logprobs" [N], "of_teacher_top" [N, k]
     empty = batch.loss_mask.shape  # [N, ...] -> [B, T, ...]
     return {name: x.new_zeros(*empty, *x.shape[1:]).index_put(where, x) for name, x in outputs.items()}
 
@@ -497,12 +496,12 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
 # docs/ideas.md):
 #
 #     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
-#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top, old_logprobs (a loss has
-#                                   these in any case, its `prepare` has not), and for `prepare` current_logprobs,
-#                                   computed before each update
+#                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top; old_logprobs, of the
+#                                   policy before the step's first update (a loss has `pi_old`, section 7, under this
+#                                   name without asking); and for `prepare` current_logprobs, of before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
 #                                   or all ranks, and comes as batch.extras[name], in a loss the micro-batch's rows.
-#                                   With current_logprobs it sees the old_logprobs of the loss, else those of the step
+#                                   With current_logprobs its old_logprobs are those of the loss, too
 #     mine.check = function         (cfg) -> why it does not work with these settings, or None
 #     mine.compares_group = False   an advantage that works with one completion per prompt
 
@@ -544,14 +543,10 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics."""
-    advantage, stats = ADVANTAGES[cfg.advantage], {}
+    advantage = ADVANTAGES[cfg.advantage]
     batch.extras |= checks.prepared(advantage, batch, cfg)
-    batch.advantages = torch.zeros_like(batch.rewards)
-    for domain_cfg, rows, part in by_domain(batch, cfg):  # without --domains one part, the whole batch
-        advantages, numbers = checks.computed(advantage, part, domain_cfg)  # = advantage(part, domain_cfg)
-        batch.advantages = placed(advantages.to(batch.rewards.dtype), rows, batch.advantages)
-        stats |= checks.metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
-    return stats | sizes_of_advantages(batch)
+    batch.advantages, metrics = checks.advantages(advantage, batch, cfg)  # = advantage(batch, cfg), of each domain
+    return metrics | sizes_of_advantages(batch)
 
 
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
@@ -592,7 +587,7 @@ def ppo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]
 
 
 def gspo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """One ratio per sequence, exp(mean log-ratio), clipped.  2507.18071 eq. 5-7.  [B, T]"""
+    """One ratio per sequence (context), exp(mean log-ratio), clipped.  2507.18071 eq. 5-7.  [B, T]"""
     return clipped_surrogate(sequence_ratio(logprobs, batch), batch, cfg)
 
 
@@ -699,7 +694,8 @@ def update(policy: nn.Module, optimizer, batch: Batch, cfg: TrainConfig, step: i
 
 def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss_of=None, sums=None) -> dict:
     """The gradient of one optimizer update, the same however it is split into micro-batches and across ranks: all
-    counts are global and taken before the loop. Returns this rank's sums, a scalar each: "loss", "tokens", statistics.
+    counts are global and taken before the loop. Adds to `sums` this rank's "loss", "tokens" and statistics, a scalar
+    each, and returns it.
 
     Under most losses a group whose completions all scored the same has no gradient. Passes of such groups come first,
     and skip the model's backward pass if no rank's loss has a gradient there (a KL term has one).
@@ -709,8 +705,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B], bool. A critic, which is updated before there are advantages, learns from every row.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
-    # Called in place of the policy: gives the loss detached outputs, and sends their gradients, if any, through the
-    # model.
+    # Called in place of the policy. Its `backward` is loss.backward() in two stages: to the log-probs and, only if any
+    # has a gradient, on through the model.
     two_stage = TwoStageBackward(policy)
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
@@ -773,19 +769,13 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor,
             kl = kl * log_ratio(logprobs, part).exp()
         per_token = per_token + cfg.beta * kl
         stats["kl"] = kl
-    if "of_teacher_top" in outputs:
-        part.top_logprobs = outputs["of_teacher_top"]  # [B, T, k]
-        distance, numbers = divergence(part, cfg)  # [B, T]
-        per_token, stats = per_token + cfg.distill_coef * distance, stats | numbers
+    per_token = per_token + teachers.term(outputs, part, cfg, stats)  # --distill_topk
     per_token = per_token - cfg.entropy_coef * entropy  # without gradient unless Policy.entropy_gradient
     loss = (part.weights * per_token).sum()
     # Terms with other weights.
     own, numbers = checks.own_term(own_term, logprobs, entropy, part, cfg)  # a scalar, weights applied
     loss, stats = loss + own, stats | numbers
-    if "aux_loss" in outputs:  # a mean over the pass, weighted by the pass's share of tokens
-        aux_loss = outputs["aux_loss"]
-        loss = loss + cfg.router_aux_coef * (aux_loss * part.loss_mask).sum() / max(part.update_tokens, 1)
-        stats["routing/aux_loss"] = aux_loss
+    loss = loss + router_replay.balance_term(outputs, part, cfg, stats)  # --router_aux_coef
     return loss, stats
 
 
@@ -811,8 +801,8 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     """The weight of each token's policy loss, w = trainer / generator, without gradient.  [B, T]
 
     The generator's log-probs differ because its kernels or, with --push_steps, its weights do. w is taken per token or
-    per sequence, and clamped to its bounds or set to 0 outside them (TIS, IcePop). It is also 0 for what --reject_by
-    rejects and, with --off_policy_threshold (DeepSeek-V3.2), for tokens with A < 0 of completions that drifted too far.
+    per sequence, and clamped to its bounds or set to 0 outside them (TIS, IcePop). It is also 0 for what
+    --reject_bounds and --off_policy_threshold leave out.
     """
     # batch.old_logprobs is pi_old here. If that is mu itself (sampler), d compares pi with mu, for --reject_by.
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
@@ -823,11 +813,7 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
     else:
         w = w.clamp(cfg.correction_min, cfg.correction_max)
-    keep = not_rejected(d, batch.loss_mask, cfg)  # everything, unless --reject_bounds are set
-    if cfg.off_policy_threshold is not None:
-        drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), batch.loss_mask)  # [B, 1]
-        keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
-    return w * keep
+    return w * not_rejected(d, logprobs, batch, cfg)
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
@@ -855,7 +841,6 @@ class Policy(nn.Module):
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
             take_packed_rows(self.hf_model)  # its attention reads the segments that `packed` names in a pass
-        self.balance = None  # enough without the next line; the function behind --router_aux_coef
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         # Empty for a model of text alone:
         self.never = vision.placeholder_tokens(model.config)  # tokens that stand for images, never sampled
@@ -871,16 +856,15 @@ class Policy(nn.Module):
     ) -> dict[str, Tensor]:
         """Given the tokens of `inputs` (R rows of length L) up to (rows, columns) [N]: "logprobs" of `targets`, [N] or
         [N, m]; "entropy" and "sum_pi_squared" of their distribution [N]; "top_logprobs" and "top_ids" [N, top] of a
-        teacher; in training with --router_aux_coef the pass's "aux_loss" [N], the same number for all."""
+        teacher; in training with --router_aux_coef the pass's "aux_loss", a scalar."""
         device = targets.device.type
         # Without cache: chunks would share one cast weight, whose gradient would be summed in bfloat16.
         casts = partial(torch.autocast, device, torch.bfloat16, cache_enabled=False)
         saving = save_on_cpu(pin_memory=device == "cuda") if self.offload else contextlib.nullcontext()
         with casts() if self.autocast else contextlib.nullcontext():
-            inputs = router_replay.replay(self.routing, inputs)
+            inputs = router_replay.replay(self, inputs)
             with saving, packed(inputs.pop("segments", None), targets.device):
-                routers = dict(output_router_logits=True) if self.balance else {}
-                out = backbone(self.hf_model)(**inputs, use_cache=False, **routers)
+                out = backbone(self.hf_model)(**inputs, use_cache=False)
             hidden = out.last_hidden_state[rows, columns]  # [R, L, H] -> [N, H]
             if self.of_images:  # adds a gradient of 0; attributes of modules are what FSDP has gathered
                 hidden = hidden + sum(0 * getattr(module, name).sum() for module, name in self.of_images)
@@ -891,9 +875,7 @@ class Policy(nn.Module):
             else:  # the backward pass recomputes the logits of each chunk
                 parts = [checkpoint(self.head, h, t, temperature, use_reentrant=False) for h, t in chunks]
             outputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            if self.balance and torch.is_grad_enabled():
-                aux_loss = self.balance(out.router_logits, inputs["attention_mask"])  # a scalar
-                outputs["aux_loss"] = aux_loss.expand(len(hidden))
+            outputs |= router_replay.balance_of(self, out, inputs)
         return outputs
 
     def head(self, hidden: Tensor, targets: Tensor, temperature: float) -> dict[str, Tensor]:
@@ -913,8 +895,9 @@ class Policy(nn.Module):
             entropy = -(p * log_p).sum(-1)  # [n]
         # Updates do not read the sum of squares, and save this pass over [n, V].
         squares = torch.zeros_like(entropy) if trains else (p**2).sum(-1)  # [n]
-        top = dict(zip(("top_logprobs", "top_ids"), log_p.topk(self.top), strict=True)) if self.top else {}
-        return {"logprobs": of_targets, "entropy": entropy, "sum_pi_squared": squares} | top
+        outputs = {"logprobs": of_targets, "entropy": entropy, "sum_pi_squared": squares}
+        outputs |= teachers.likeliest(log_p, self.top)
+        return outputs
 
 
 def load_policy(cfg: TrainConfig, device: torch.device, kind: type | None = None) -> nn.Module:
@@ -1142,7 +1125,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # ConfigError for settings it cannot work with
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded; enough without the next line
+    home = device  # where models are loaded
     home = colocate.home(cfg, device)  # with --colocate the CPU; the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)  # completions of each row
     # Chooses --tokens_per_microbatch and --gradient_checkpointing, unless given, by the memory that is free.

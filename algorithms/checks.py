@@ -9,7 +9,7 @@ from torch import Tensor
 
 import utils
 from algorithms.distillation import check_teacher
-from batch import BY_ROW
+from batch import BY_ROW, by_domain, placed
 from config import ConfigError, TrainConfig, known_name
 from inputs.trajectory import stands_in
 
@@ -70,6 +70,17 @@ def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
                 raise ValueError(f"{name} returned {key!r} of shape {shape}; give a number, [B] or [B, T].")
             checked_extras[key] = value.to(batch.loss_mask.device) if isinstance(value, Tensor) else float(value)
     return checked_extras
+
+
+def advantages(function: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict[str, float]]:
+    """function(batch, cfg), checked: (advantages [B, T], numbers to log). With --domains, the rows of each domain with
+    its config. Collective."""
+    of_rows, metrics = torch.zeros_like(batch.rewards), {}
+    for domain_cfg, rows, part in by_domain(batch, cfg):  # without --domains one part, the whole batch
+        values, numbers = computed(function, part, domain_cfg)
+        of_rows = placed(values.to(of_rows.dtype), rows, of_rows)
+        metrics |= metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
+    return of_rows, metrics
 
 
 def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:

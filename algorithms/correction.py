@@ -1,4 +1,4 @@
-"""How far apart trainer and generator are on the sampled tokens, and which of these --reject_by leaves out."""
+"""How far apart trainer and generator are on the sampled tokens, and which of these are left out for it."""
 
 from torch import Tensor
 
@@ -30,16 +30,22 @@ def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: Tr
     return {f"sampling/{name}": value for name, value in stats.items()}
 
 
-def not_rejected(d: Tensor, mask: Tensor, cfg: TrainConfig) -> Tensor:
-    """Which tokens or completions --reject_by keeps.  [B, T] or [B, 1], bool
+def not_rejected(d: Tensor, logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
+    """Which tokens or completions are not left out.  [B, T] or [B, 1], bool
 
-    With d = log trainer / generator, a value within the bounds is kept: k1 = e^d, k2 = d^2 / 2 or k3 = e^d - 1 - d. It
-    is taken per token, or per completion as the mean or the sum (of d for k1), or as the largest value (for k1 the
-    smallest, too).
+    --reject_by: with d = log trainer / generator, a value within the bounds is kept: k1 = e^d, k2 = d^2 / 2 or
+    k3 = e^d - 1 - d. It is taken per token, or per completion as the mean or the sum (of d for k1), or as the largest
+    value (for k1 the smallest, too).
+    --off_policy_threshold (DeepSeek-V3.2): without tokens with A < 0 of completions that drifted further, in mean nats
+    per token.
     """
-    level, _, name = cfg.reject_by.rpartition("_")
+    mask, (level, _, name) = batch.loss_mask, cfg.reject_by.rpartition("_")
     values = {"k1": d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[name] * mask
     values = {"seq_mean": row_mean(values, mask), "seq_sum": values.sum(1, keepdim=True)}.get(level, values)
     values = values.exp() if name == "k1" else values
     keep = (values >= cfg.reject_bounds[0]) & (values <= cfg.reject_bounds[1])
-    return (keep | (mask == 0)).all(1, keepdim=True) if level == "seq_max" else keep
+    keep = (keep | (mask == 0)).all(1, keepdim=True) if level == "seq_max" else keep
+    if cfg.off_policy_threshold is not None:
+        drift = row_mean((batch.sampling_logprobs - logprobs.detach()).nan_to_num(), mask)  # [B, 1]
+        keep = keep & ((batch.advantages >= 0) | (drift <= cfg.off_policy_threshold))
+    return keep

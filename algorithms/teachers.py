@@ -19,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from algorithms import checks
-from algorithms.distillation import distill_metrics
+from algorithms.distillation import distill_metrics, divergence
 from batch import Batch, collate
 from config import ConfigError, TrainConfig, function_path, known_name, load_function, shorten
 from data import columns_of
@@ -237,3 +237,28 @@ def drop_unknown(batch: Batch, vocab_size: int) -> None:
         unknown = batch.teacher_top >= vocab_size
         batch.teacher_top_logprobs.masked_fill_(unknown, -math.inf)
         batch.teacher_top.masked_fill_(unknown, 0)
+
+
+# ---- a loss over the teacher's likeliest tokens (--distill_topk) -----------------------------------------------------
+
+
+def likeliest(log_p: Tensor, count: int) -> dict[str, Tensor]:
+    """The `count` likeliest tokens of a teacher in this process, with log-probs; {} for 0.  [n, V] -> [n, count]"""
+    return dict(zip(("top_logprobs", "top_ids"), log_p.topk(count), strict=True)) if count else {}
+
+
+def parted(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    """Where targets are [N, 1 + k], parts "logprobs" into those of sampled tokens and of a teacher's k likeliest."""
+    if targets.ndim == 1:
+        return outputs
+    return outputs | {"logprobs": outputs["logprobs"][:, 0], "of_teacher_top": outputs["logprobs"][:, 1:]}
+
+
+def term(outputs: dict[str, Tensor], part: Batch, cfg: TrainConfig, stats: dict) -> Tensor | float:
+    """What --distill_topk adds to the loss per token [B, T], logged by way of stats; 0 without it."""
+    if "of_teacher_top" not in outputs:
+        return 0.0
+    part.top_logprobs = outputs["of_teacher_top"]  # [B, T, k]
+    distance, numbers = divergence(part, cfg)  # [B, T]
+    stats |= numbers
+    return cfg.distill_coef * distance

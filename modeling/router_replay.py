@@ -7,7 +7,8 @@ layers take the generator's experts, and weigh them by their own scores, through
 Routers score experts in many ways (softmax, sigmoid, a bias, groups), but all choose by `topk` over all experts. So it
 is `topk` that is replaced: it returns the recorded experts, with the scores that the layer gives them.
 
-`balance_loss` is transformers' own loss that keeps experts evenly used (--router_aux_coef).
+`balance_loss` is transformers' own loss that keeps experts evenly used (--router_aux_coef). The train script's Policy
+has what `of` returns as its attributes `routing` and `balance`.
 """
 
 import contextlib
@@ -102,14 +103,32 @@ def of(model: nn.Module, cfg: TrainConfig) -> tuple[Routing | None, Callable | N
     return routing, balance_loss(model) if cfg.router_aux_coef else None
 
 
-def replay(routing: Routing | None, inputs: dict) -> dict:
+def replay(policy: nn.Module, inputs: dict) -> dict:
     """The inputs of a pass without "routed_experts", [R, L, layers, k], which goes to the model's layers instead, for
-    this pass and its recomputation."""
-    if routing is not None:
+    this pass and its recomputation; with --router_aux_coef the model has to return its router logits."""
+    if policy.routing is not None:
         choice = inputs.get("routed_experts")
-        routing.choice = None if choice is None else choice.flatten(0, 1)
-        routing.passes += 1
-    return {name: x for name, x in inputs.items() if name != "routed_experts"}
+        policy.routing.choice = None if choice is None else choice.flatten(0, 1)
+        policy.routing.passes += 1
+    kept = {name: x for name, x in inputs.items() if name != "routed_experts"}
+    return kept | ({"output_router_logits": True} if policy.balance else {})
+
+
+def balance_of(policy: nn.Module, out, inputs: dict) -> dict[str, Tensor]:
+    """{"aux_loss": `balance_loss` of a pass in training, a scalar}; {} without --router_aux_coef."""
+    if policy.balance is None or not torch.is_grad_enabled():
+        return {}
+    return {"aux_loss": policy.balance(out.router_logits, inputs["attention_mask"])}
+
+
+def balance_term(outputs: dict[str, Tensor], part, cfg: TrainConfig, stats: dict) -> Tensor | float:
+    """What --router_aux_coef adds to a micro-batch's loss: its `balance_loss`, which is a mean over the pass, weighted
+    by the pass's share of the update's tokens. Logged by way of stats."""
+    if "aux_loss" not in outputs:
+        return 0.0
+    stats["routing/aux_loss"] = outputs["aux_loss"]  # [B, T]
+    share = part.loss_mask / max(part.update_tokens, 1)  # [B, T]
+    return cfg.router_aux_coef * (outputs["aux_loss"] * share).sum()
 
 
 def balance_loss(model: nn.Module) -> Callable[[tuple, Tensor], Tensor]:
