@@ -55,16 +55,16 @@ class Rows(Sequence):
 
     def __getitem__(self, place):
         if not isinstance(place, slice):
-            return converted(self.make, self.table[place], f"{self.name}, row {place}")
+            return new_row(self.make, self.table[place], f"{self.name}, row {place}")
         columns, numbers = self.table[place], range(len(self))[place]
         rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-        return [converted(self.make, row, f"{self.name}, row {n}") for n, row in zip(numbers, rows, strict=True)]
+        return [new_row(self.make, row, f"{self.name}, row {n}") for n, row in zip(numbers, rows, strict=True)]
 
     def __iter__(self) -> Iterator[dict]:
         return itertools.chain.from_iterable(self[start : start + AT_ONCE] for start in range(0, len(self), AT_ONCE))
 
 
-def converted(make: Callable[[dict], dict], row: dict, place: str) -> dict:
+def new_row(make: Callable[[dict], dict], row: dict, place: str) -> dict:
     """make(row); an error that it raises is reported with `place`."""
     try:
         return make(row)
@@ -104,9 +104,9 @@ def from_table(table, name: str) -> Rows:
     images = [name for name in ("image", "images") if name in table.column_names]
     if not images:
         return Rows(table, row_without_nulls, name)
-    from inputs.pictures import opened_value, undecoded  # here: needs Pillow
+    from inputs.pictures import opened_value, undecoded_images  # here: needs Pillow
 
-    files = undecoded(table, images)
+    files = undecoded_images(table, images)
     decoded = [name for name in images if files.features[name] != table.features[name]]
 
     def make(row: dict) -> dict:
@@ -142,12 +142,12 @@ def load_rows(
         return format_row(row) if format_row else row
 
     if isinstance(rows, list):
-        checked_rows = rows = [converted(to_row, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
+        checked_rows = rows = [new_row(to_row, row, f"{dataset_id}, row {number}") for number, row in enumerate(rows)]
     else:
         rows = Rows(rows.table, lambda row, make=rows.make: to_row(make(row)), rows.name)
         checked_rows, _ = rows[:LOOKED_AT], rows[len(rows) - 1]  # the last, too: broken files are cut off at the end
     for number, row in enumerate(checked_rows):
-        converted(check_row, row, f"{dataset_id}, row {number}")
+        new_row(check_row, row, f"{dataset_id}, row {number}")
     return rows
 
 

@@ -259,7 +259,7 @@ class HFGenerator:
         `tells_experts`)"""
         with self.routing.noting() if self.tells_experts else contextlib.nullcontext() as noted:
             out = self.backbone(**inputs, use_cache=self.cached)
-        experts = self.routing.stacked(noted) if self.tells_experts else None
+        experts = self.routing.stacked_choices(noted) if self.tells_experts else None
         if experts is not None:
             experts = experts.unflatten(0, (len(inputs["input_ids"]), -1)).cpu().numpy()
         logits = logits_of(self.model, out.last_hidden_state[:, -1])

@@ -185,7 +185,7 @@ def peak(need: Counter) -> int:
     return round(sum(size for kind, size in need.items() if kind != "in CPU memory"))
 
 
-def kept(need: Counter) -> int:
+def kept_bytes(need: Counter) -> int:
     """Bytes that remain between two steps."""
     return round(sum(need[kind] for kind in ("weights", "optimizer", "critic", "reference", "generator")))
 
@@ -201,7 +201,7 @@ def fit_budget(sizes: Sizes, cfg: TrainConfig, ranks: int, usable: float, critic
     return choice, need
 
 
-def settled(
+def settings_for(
     make_policy: Callable[[TrainConfig], nn.Module], cfg: TrainConfig, ranks: int, free: float | None, critic=False
 ) -> tuple[TrainConfig, str]:
     """The settings with train_grpo.py's own choices filled in; and a warning if they cannot fit, else "".
@@ -228,13 +228,13 @@ def settled(
     )
 
 
-def planned(
+def settings_by_memory(
     make_policy: Callable, cfg: TrainConfig, groups: list[int], device: torch.device, critic: bool
 ) -> TrainConfig:
-    """`settled` for the free memory of `device` and the largest of `groups`, the numbers of completions per row; prints
-    the warning. Collective."""
+    """`settings_for` the free memory of `device` and the largest of `groups`, the numbers of completions per row.
+    Prints the warning. Collective."""
     largest = replace(cfg, num_generations=max(groups, default=cfg.num_generations))
-    choice, warning = settled(make_policy, largest, utils.world_size(), utils.free_memory(device), critic=critic)
+    choice, warning = settings_for(make_policy, largest, utils.world_size(), utils.free_memory(device), critic=critic)
     if warning and utils.is_main():
         print(warning)
     return replace(choice, num_generations=cfg.num_generations)
@@ -392,7 +392,7 @@ def on_one_gpu(cfg: PlanConfig, config, sizes: Sizes) -> int:
     any_fits = False
     for name, changes, sampler, resident in ways:
         choice, need = fit_budget(sizes, replace(cfg, **changes), 1, usable - resident, False)
-        total = max(peak(need) + resident, sampler + kept(need) * (choice.generator == "hf"))
+        total = max(peak(need) + resident, sampler + kept_bytes(need) * (choice.generator == "hf"))
         any_fits = any_fits or total <= usable
         fits = "yes" if total <= usable else "NO"
         print(f"On one GPU, {name}: {fits}, {total / GIB:.1f} of {usable / GIB:.1f} GiB, {sampler / GIB:.1f} to sample")

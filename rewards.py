@@ -48,7 +48,7 @@ from types import SimpleNamespace
 from config import ConfigError, function_path, known_name, load_function, require, shorten
 from inputs.trajectory import LARGEST
 from safety.calls import run_limited
-from safety.results import UnusableResult, copied, plain, unread
+from safety.results import UnusableResult, as_it_is, deep_copy, plain
 from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
     answer_part,
     completion_text,
@@ -286,7 +286,7 @@ def call_arguments(trajectories: list, cfg) -> dict:
 
 def copy_of(trajectory):
     """A copy for one reward function, which may change its lists and its row; `info` is shared, for notes."""
-    copies = {name: copied(value) for name, value in vars(trajectory).items() if name != "info"}
+    copies = {name: deep_copy(value) for name, value in vars(trajectory).items() if name != "info"}
     return replace(trajectory, **copies)
 
 
@@ -308,7 +308,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     None for all if it took over `seconds`; and the seconds that it took."""
     start, trajectories = time.perf_counter(), arguments["trajectories"]
     if hasattr(function, "verify"):
-        arguments = arguments | {"verification": await verified(name, function, arguments, seconds)}
+        arguments = arguments | {"verification": await verdicts(name, function, arguments, seconds)}
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     on_request = ("trajectories", "cfg")  # TRL functions with ** do not expect these
@@ -330,10 +330,10 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
     return values, took
 
 
-async def verified(name: str, function: Callable, arguments: dict, seconds: float) -> list:
+async def verdicts(name: str, function: Callable, arguments: dict, seconds: float) -> list:
     """The function's `verify` of each trajectory; None where it took over `seconds`."""
     calls = ({"trajectory": copy_of(t)} for t in arguments["trajectories"])
-    checks = (run_limited(function.verify, kwargs, seconds, unread) for kwargs in calls)  # the function reads them
+    checks = (run_limited(function.verify, kwargs, seconds, as_it_is) for kwargs in calls)  # the function reads them
     outcomes = await asyncio.gather(*checks)
     failure = next((o[1] for o in outcomes if o and o[1] is not None), None)
     if failure is not None:

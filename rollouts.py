@@ -25,7 +25,7 @@ from inputs.trajectory import (
     Trajectory,
     TrajectoryError,
     failed_trajectory,
-    joined,
+    joined_experts,
     known_scores,
     sampling_options,
 )
@@ -71,7 +71,7 @@ async def single_turn(rows: list[dict], generator, cfg: TrainConfig) -> list[Tra
                 info={
                     "completion": generator.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
                     "model_inputs": prompt.model_inputs,
-                    "routed_experts": joined(None, sample),
+                    "routed_experts": joined_experts(None, sample),
                     "spans": sample.spans,
                     "sent": (prompt.sent_ids, sample.token_ids, len(prompt.images)),
                     **system,

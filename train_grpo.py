@@ -79,7 +79,7 @@ import rollouts
 import utils
 from algorithms import checks
 from algorithms import teachers
-from algorithms.advantages import MORE_ADVANTAGES, largest, normalised, sizes_of_advantages
+from algorithms.advantages import MORE_ADVANTAGES, largest, normalised_rewards, sizes_of_advantages
 from algorithms.correction import mismatch, mismatch_statistics, not_rejected
 from algorithms.distillation import rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
@@ -99,9 +99,9 @@ from modeling import router_replay
 from modeling.attention import packed, take_packed_rows
 from modeling.loading import autocasts, load_hf_model, share_adapters, to_train
 from modeling.model import adapter_weights, backbone, chunk_size, image_weights, logits_of
-from modeling.packing import balanced, micro_batches, minibatches, pack
+from modeling.packing import balanced_groups, micro_batches, minibatches, pack
 from modeling.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, unwrapped, walk
-from plan import planned
+from plan import settings_by_memory
 from rewards import TRAINER_STATE, RewardError, own_functions, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import gpu
@@ -111,7 +111,7 @@ from runlog.tokens import write_vocabulary
 from saving import checkpoints, resume
 from startup import colocate
 from startup.servers import make_generator
-from startup.setup import first_push, settled
+from startup.setup import first_push, settings_and_data
 # isort: on
 
 # ==== 1 the loop =====================================================================================================
@@ -411,7 +411,7 @@ def collect(rows: Sequence[dict], groups: list, counts: dict, cfg: TrainConfig) 
         numbers = {"rollout/rows_left_out": counts["resampled"]}
     numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, scored))
     metrics = check_failed(groups, cfg, numbers)
-    groups, balance_metrics = balanced(scored)
+    groups, balance_metrics = balanced_groups(scored)
     for number, group in enumerate(groups):
         for trajectory in group:
             trajectory.group = number
@@ -533,7 +533,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
     """Applies --reward_mean, --reward_std and --kl_in_reward to batch.rewards, whose row sums are batch.shaped_scores.
     moments: statistics of all scores so far, updated here and saved in checkpoints."""
     batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns from now on
-    batch.rewards = normalised(batch, cfg, moments)
+    batch.rewards = normalised_rewards(batch, cfg, moments)
     if not cfg.kl_in_reward:
         return {}
     kl = KL_ESTIMATORS[cfg.kl](batch.old_logprobs, batch.ref_logprobs) * batch.loss_mask
@@ -544,7 +544,7 @@ def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]
 def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
     """Fills in batch.advantages. Returns statistics."""
     advantage = ADVANTAGES[cfg.advantage]
-    batch.extras |= checks.prepared(advantage, batch, cfg)
+    batch.extras |= checks.extras(advantage, batch, cfg)
     batch.advantages, metrics = checks.advantages(advantage, batch, cfg)  # = advantage(batch, cfg), of each domain
     return metrics | sizes_of_advantages(batch)
 
@@ -731,7 +731,7 @@ def prepared_for_update(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> Ba
         batch.current_logprobs = all_logprobs(policy, batch, cfg)["logprobs"]
         seen_by_loss = replace(batch, old_logprobs=pi_old(batch.current_logprobs, batch, cfg))
     for function in (POLICY_LOSSES[cfg.policy_loss], own_term):
-        batch.extras |= checks.prepared(function, seen_by_loss, cfg)
+        batch.extras |= checks.extras(function, seen_by_loss, cfg)
     return batch
 
 
@@ -1129,7 +1129,7 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     home = colocate.home(cfg, device)  # with --colocate the CPU; the server sleeps from here on
     sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)  # completions of each row
     # Chooses --tokens_per_microbatch and --gradient_checkpointing, unless given, by the memory that is free.
-    cfg = planned(empty_policy, cfg, sizes, device, critic=make_critic is not None)
+    cfg = settings_by_memory(empty_policy, cfg, sizes, device, critic=make_critic is not None)
     memory, sampler = {}, None  # memory: shared by after_rollout and the sampler
     if not cfg.eval_only:
         sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
@@ -1176,7 +1176,7 @@ def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, Sequence[dict], 
     """Checks everything that can be checked before a process group, a GPU or a server is touched. Returns settings,
     reward functions, processor, training rows and held-out rows."""
     checks.check_functions(in_use(cfg), cfg)
-    return settled(cfg, format_row, load_hf_model)
+    return settings_and_data(cfg, format_row, load_hf_model)
 
 
 # ==== main ===========================================================================================================

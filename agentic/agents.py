@@ -28,7 +28,7 @@ import psutil
 
 from agentic.recorder import Conversation, recorder
 from config import ConfigError, TrainConfig, function_path, load_function, shorten
-from envs.base import limited, read_score
+from envs.base import read_score, result_of
 from envs.tools import slots
 from inputs.trajectory import Trajectory, TrajectoryError
 from safety.results import plain
@@ -109,7 +109,7 @@ def store_reward(result, turns: list[dict], row: dict, cfg: TrainConfig) -> dict
 async def run_function(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:
     arguments = {"row": row, "endpoint": endpoint}
     details = f"--agent {cfg.agent}", row, plain, "--agent_timeout"
-    return await limited(load_function(cfg.agent), arguments, cfg.agent_timeout, *details), {}
+    return await result_of(load_function(cfg.agent), arguments, cfg.agent_timeout, *details), {}
 
 
 async def run_command(row: dict, endpoint: Endpoint, cfg: TrainConfig) -> tuple:

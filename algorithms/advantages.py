@@ -118,7 +118,7 @@ def add_at_end(rewards: Tensor, loss_mask: Tensor, values: Tensor) -> Tensor:
     return rewards.index_put((rows, last), values.to(rewards.dtype), accumulate=True)
 
 
-def normalised(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> Tensor:
+def normalised_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> Tensor:
     """Rewards [B, T] whose row sums are (score - mean) / std, by --reward_mean and --reward_std of the row's domain. A
     score is the sum of its row, so the mean is subtracted once, at the last sampled token.
 

@@ -55,7 +55,7 @@ def naming_missing_fields(name: str, batch) -> Iterator[None]:
 # ---- returned values -------------------------------------------------------------------------------------------------
 
 
-def prepared(function: Callable, batch, cfg: TrainConfig) -> dict:
+def extras(function: Callable, batch, cfg: TrainConfig) -> dict:
     """What FUNCTION.prepare computes of a batch before it is cut into micro-batches:
     {name: number, or tensor [B, ...]}."""
     checked_extras, name = {}, f"{getattr(function, '__name__', function)}.prepare"
@@ -77,13 +77,13 @@ def advantages(function: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dic
     its config. Collective."""
     of_rows, metrics = torch.zeros_like(batch.rewards), {}
     for domain_cfg, rows, part in by_domain(batch, cfg):  # without --domains one part, the whole batch
-        values, numbers = computed(function, part, domain_cfg)
+        values, numbers = advantages_of_part(function, part, domain_cfg)
         of_rows = placed(values.to(of_rows.dtype), rows, of_rows)
         metrics |= metrics_of({domain_cfg.prefix + name: value for name, value in numbers.items()}, part)
     return of_rows, metrics
 
 
-def computed(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+def advantages_of_part(advantage: Callable, batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """(advantages [B, T], statistics) of an advantage function. ValueError if they cannot be trained on."""
     name = f"advantage {cfg.advantage!r}"
     with naming_missing_fields(name, batch):

@@ -33,7 +33,7 @@ from inputs.vision import Prompt, vision_prompt
 from modeling.parameters import unwrapped
 from network import secrets
 from safety.calls import run_limited
-from safety.results import say_once, unread
+from safety.results import as_it_is, say_once
 from serving.teacher import TeacherError, TeacherServers
 
 
@@ -118,7 +118,7 @@ async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) 
     messages, row = trajectory.row.get(cfg.teacher_prompt), trajectory.row
     if function_path(cfg.teacher_prompt):
         function = functools.partial(load_function(cfg.teacher_prompt), trajectory)
-        outcome = await run_limited(function, {}, cfg.reward_timeout, unread)
+        outcome = await run_limited(function, {}, cfg.reward_timeout, as_it_is)
         if outcome is None:
             fault = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
             raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {fault}")

@@ -397,7 +397,7 @@ def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = Non
             group = number * len(lengths) + place // cfg.num_generations
             ids, known, info = [5 + group % 90] * prompt, [1] * length, {}
             if shown:  # the picture's tokens, and text behind them
-                asked[group] = asked.get(group) or vision.continued(shown, ids[len(shown.token_ids) :])
+                asked[group] = asked.get(group) or vision.continued_prompt(shown, ids[len(shown.token_ids) :])
                 ids, info = asked[group].token_ids, {"model_inputs": asked[group].model_inputs}
             scores = [0.0] * (length - 1) + [place % 2.0]
             rows.append(Trajectory({}, group, ids, [7] * length, known, [-1.0] * length, scores, info=info))
@@ -488,7 +488,7 @@ def predicted(cfg: SimulateConfig) -> Counter:
 def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
     """(bytes simulated, bytes that plan.py says) on the GPU: kept between steps, in an update."""
     update = max(found.phases[name]["peak"] for name in (*PASSES, "optimizer"))
-    return {"kept": (found.kept, plan.kept(need)), "update": (update, plan.peak(need))}
+    return {"kept": (found.kept, plan.kept_bytes(need)), "update": (update, plan.peak(need))}
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

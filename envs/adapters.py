@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy
 
 from config import ConfigError, TrainConfig, function_path, known_name, load_function, require, shorten, with_arguments
-from envs.base import Environment, ToolEnvironment, limited, name_of
+from envs.base import Environment, ToolEnvironment, name_of, result_of
 from envs.mcp import get_tools
 from envs.tools import Tool, from_function
 from inputs.parts import parts_of
 from safety.calls import run_limited
-from safety.results import unread, warn_once
+from safety.results import as_it_is, warn_once
 from safety.sandbox import check_contained
 
 # gymnasium and textarena are optional packages, imported where their environments are made.
@@ -303,7 +303,7 @@ async def take_environment(make: Callable, row: dict, cfg: TrainConfig):
     """An environment for one trajectory: an idle one, or a new one. A constructor may take as long as a step."""
     if idle := _IDLE.get(kind(cfg)):
         return idle.pop()
-    return await limited(make, {}, cfg.tool_timeout, "making an environment", row)
+    return await result_of(make, {}, cfg.tool_timeout, "making an environment", row)
 
 
 async def put_away(environment, reusable: bool, cfg: TrainConfig) -> None:
@@ -311,7 +311,7 @@ async def put_away(environment, reusable: bool, cfg: TrainConfig) -> None:
     if reusable and getattr(environment, "pooled", False):
         _IDLE.setdefault(kind(cfg), []).append(environment)
         return
-    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, unread)
+    outcome = await run_limited(environment.close, {}, cfg.tool_timeout, as_it_is)
     if outcome is None or outcome[1] is not None:
         fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
         call = f"{name_of(environment)}.close()"

@@ -42,7 +42,7 @@ from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_p
 from inputs.prompts import clean, each_text, is_vision
 from inputs.trajectory import LARGEST, TrajectoryError
 from safety.calls import run_limited
-from safety.results import plain, unread, warn_once
+from safety.results import as_it_is, plain, warn_once
 
 
 class Environment:
@@ -117,10 +117,10 @@ async def call_environment(environment, method: str, of_row: dict, cfg: TrainCon
     """environment.METHOD(**arguments) in its time limit. TrajectoryError naming it and the row if it fails."""
     seconds = (method == "step" and environment.step_timeout) or cfg.tool_timeout
     call = f"{name_of(environment)}.{method}()"
-    return await limited(getattr(environment, method), arguments, seconds, call, of_row, READ.get(method, plain))
+    return await result_of(getattr(environment, method), arguments, seconds, call, of_row, READ.get(method, plain))
 
 
-async def limited(function: Callable, arguments: dict, seconds: float, call: str, row: dict, read=unread, flag=""):
+async def result_of(function: Callable, arguments: dict, seconds: float, call: str, row: dict, read=as_it_is, flag=""):
     """The function's result; TrajectoryError if it fails or is late. flag: the option that sets the limit."""
     outcome = await run_limited(function, arguments, seconds, read)
     if outcome is None:

@@ -74,7 +74,7 @@ def from_function(function: Callable) -> Tool:
     if isinstance(function, functools.partial):
         full_schema = from_function(function.func)
         fixed = inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
-        return without(full_schema, fixed.arguments)
+        return tool_without(full_schema, fixed.arguments)
     routine = function if inspect.isroutine(function) else function.__call__
     name = getattr(function, "__name__", type(function).__name__)
     try:
@@ -124,10 +124,10 @@ def tools_of(row: dict, tools: dict[str, Tool]) -> dict[str, Tool]:
         for key in fixed:
             known_name(f"column `tools_kwargs`, {name}", key, tools[name].parameters.get("properties", {}))
     allowed = tools if names is None else {name: tools[name] for name in names}
-    return {name: without(tool, hidden[name]) if hidden.get(name) else tool for name, tool in allowed.items()}
+    return {name: tool_without(tool, hidden[name]) if hidden.get(name) else tool for name, tool in allowed.items()}
 
 
-def without(tool: Tool, fixed: dict) -> Tool:
+def tool_without(tool: Tool, fixed: dict) -> Tool:
     """The tool with some arguments fixed, and removed from its schema."""
     properties = {key: value for key, value in tool.parameters.get("properties", {}).items() if key not in fixed}
     required = [key for key in tool.parameters.get("required", []) if key not in fixed]

@@ -20,11 +20,11 @@ from inputs.trajectory import (
     TrajectoryError,
     calls_in,
     end_to_end,
-    joined,
+    joined_experts,
     sampling_options,
     spans_of,
 )
-from inputs.vision import Prompt, build_prompt, check_echo, continued, observed
+from inputs.vision import Prompt, build_prompt, check_echo, continued_prompt, prompt_with
 
 
 @dataclass(eq=False)
@@ -130,7 +130,8 @@ async def answer_to(prompt: Prompt, limit: int, generator, cfg: TrainConfig, hom
 def next_prompt(exchange: Exchange, messages: list[dict], generator, cfg: TrainConfig, schemas=None, **args) -> Prompt:
     """The prompt after this exchange: its tokens unchanged, then these messages. schemas, args: the tools and
     settings with which the chat template rendered the prompt."""
-    return observed(continued(exchange.prompt, exchange.sample.token_ids), messages, generator, schemas, cfg, **args)
+    seen = continued_prompt(exchange.prompt, exchange.sample.token_ids)
+    return prompt_with(seen, messages, generator, schemas, cfg, **args)
 
 
 def trajectory_of(row: dict, group: int, contexts: list[list[Exchange]]) -> Trajectory:
@@ -151,7 +152,7 @@ def trajectory_of(row: dict, group: int, contexts: list[list[Exchange]]) -> Traj
             states += [None] * len(new) + [exchange.state] * len(sample.token_ids)
             num_seen = len(exchange.prompt.token_ids) + len(sample.token_ids)
             turns.append(exchange.turn | {"start": start, "end": len(ids)})
-            routed = joined(routed, sample)
+            routed = joined_experts(routed, sample)
         experts.append(routed)
         # Without images beyond the prompt's, members of a group hold the same tensors: they can share the prompt.
         first, last = exchanges[0].prompt, exchanges[-1].prompt

@@ -99,7 +99,7 @@ def load_image(source, cfg=None, local_files: bool = True) -> tuple[Image.Image,
 # ---- data sets ------------------------------------------------------------------------------------------------------
 
 
-def undecoded(rows, columns: list[str]):
+def undecoded_images(rows, columns: list[str]):
     """The data set with image columns that return files instead of decoded images."""
     import datasets
 

@@ -152,7 +152,7 @@ def end_to_end(experts: list[np.ndarray | None]) -> np.ndarray | None:
     return None if any(choices is None for choices in experts) else np.concatenate(experts)
 
 
-def joined(known: np.ndarray | None, completion) -> np.ndarray | None:
+def joined_experts(known: np.ndarray | None, completion) -> np.ndarray | None:
     """The experts of a conversation's tokens so far (`known`), extended by its next turn.  [tokens, layers, k] int16
 
     Tokens sampled earlier keep the experts they were sampled with; a completion's last token, which has gone through no

@@ -183,7 +183,9 @@ def per_token(inputs: dict, name: str, length: int):
     return torch.cat([values, filling], dim=-1)
 
 
-def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None) -> Prompt:
+def continued_prompt(
+    prompt: Prompt, ids: list[int], sent: list[int] | None = None, inputs: dict | None = None
+) -> Prompt:
     """The prompt followed by `ids`, which were sampled or belong to an observation. sent: an observation's ids in the
     server's form. inputs: the model's tensors for its images. Positions on several axes continue from the largest."""
     import torch
@@ -197,7 +199,7 @@ def continued(prompt: Prompt, ids: list[int], sent: list[int] | None = None, inp
     return Prompt(prompt.token_ids + ids, prompt.sent_ids + (ids if sent is None else sent), prompt.images, joined)
 
 
-def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
+def prompt_with(prompt: Prompt, messages: list[dict], generator, schemas, cfg: TrainConfig, **options) -> Prompt:
     """The prompt, which ends in sampled tokens, followed by the messages of tools or an environment, images expanded.
     Sampled tokens are never tokenised again. schemas, options: the tools and settings with which the chat template
     rendered the prompt."""
@@ -207,14 +209,14 @@ def observed(prompt: Prompt, messages: list[dict], generator, schemas, cfg: Trai
     skip = int(sent[0] == prompt.token_ids[-1])  # the template's end-of-turn token, which was sampled
     sent = sent[skip:]
     if not sources:
-        return continued(prompt, sent)
+        return continued_prompt(prompt, sent)
     images, files = zip(*(load_image(source, cfg, local_files=False) for source in sources), strict=True)
     ids, inputs = expand(text, list(images), processor, generator.rope_index, add_bos=False)
     for key in PER_TOKEN:
         inputs |= {key: inputs[key][..., skip:]} if key in inputs else {}
     if "position_ids" in inputs:
         inputs["position_ids"] = inputs["position_ids"] - skip  # its first position was cut off
-    extended = continued(prompt, ids[skip:], sent, inputs)
+    extended = continued_prompt(prompt, ids[skip:], sent, inputs)
     return replace(extended, images=[*prompt.images, *files])
 
 

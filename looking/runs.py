@@ -99,7 +99,7 @@ class Run:
         (curves, ends, _), config, record = self.lines(), self.config(), read_json(self.path / "state.json")
         state, why = self.state()
         first, last = (ends[0], ends[-1]) if ends else ({}, {})
-        metric = next(iter(curves.matching([*SOLVED, "eval/reward"])), "")
+        metric = next(iter(curves.names_like([*SOLVED, "eval/reward"])), "")
         evaluated, held_out = (values.tolist() for values in curves.all(metric))
         paces = [line["time/step"] for line in ends[1:] if is_number(line.get("time/step"))]
         # The first line is the end of the first step; a resumed run keeps that line.

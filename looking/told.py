@@ -15,8 +15,8 @@ def page_content(runs: list[Run], axis: str) -> dict:
     run_data = [(run.curves(), run.config()) for run in runs]
     charts: dict[tuple, list[str]] = {}
     for curves, config in run_data:
-        held_out = (curves.matching(SOLVED) or curves.matching(["eval/reward"]))[:1]
-        first = ("Reward", "training reward, and rows never trained on", [*curves.matching(["reward"]), *held_out])
+        held_out = (curves.names_like(SOLVED) or curves.names_like(["eval/reward"]))[:1]
+        first = ("Reward", "training reward, and rows never trained on", [*curves.names_like(["reward"]), *held_out])
         for title, note, names in [first, *panels(curves, config)]:
             if len(runs) == 1:
                 charts[title, note] = names
@@ -30,11 +30,11 @@ def page_content(runs: list[Run], axis: str) -> dict:
             for (title, note), names in charts.items()
             if names
         ],
-        "settings": differing(*(config for _, config in run_data)),
+        "settings": different_settings(*(config for _, config in run_data)),
     }
     if len(runs) == 1:
         curves, config = run_data[0]
-        times = curves.matching(["seconds/*"])
+        times = curves.names_like(["seconds/*"])
         content |= {"times": [c for name in times for c in curves_of(name, run_data, axis)], "config": config}
         content |= {"notes": advice.notes(curves, config)}
         content |= {"texts": {n: text_of(runs[0].path / n) for n in ("command.txt", "environment.txt", "git.diff")}}
@@ -54,7 +54,7 @@ def curves_of(name: str, run_data: list[tuple[Curves, dict]], axis: str) -> list
     return curve_list
 
 
-def differing(*configs: dict) -> dict[str, list]:
+def different_settings(*configs: dict) -> dict[str, list]:
     """Settings with different values: {name: one value per config}."""
     names = dict.fromkeys(name for config in configs for name in config)
     values = {name: [config.get(name) for config in configs] for name in names}

@@ -168,7 +168,7 @@ def is_lora(module: nn.Module) -> bool:
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and len(module.lora_A) > 0
 
 
-def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+def folded_weight(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """W + scale * B A of one LoRA layer in `dtype`, as a new tensor: the live weights are never merged. Under FSDP2
     each rank folds its own rows of W, from its own rows of B and the whole A."""
     base = layer.base_layer.weight.detach().float()
@@ -183,10 +183,10 @@ def folded(layer: nn.Module, dtype: torch.dtype) -> Tensor:
             delta = delta.redistribute(placements=weight.placements)
         weight = torch.add(weight, delta, alpha=layer.scaling[name])
         del delta
-    return dithered(weight, base, dtype)
+    return dithered_weight(weight, base, dtype)
 
 
-def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+def dithered_weight(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 `weight` in `dtype`, each entry rounded up or down, more often to the nearer value, so that errors cancel
     in a sum.  [rows, columns]
 
@@ -198,7 +198,7 @@ def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     if drop is None:
         return weight.to(dtype)
     if isinstance(weight, DTensor):
-        local = dithered(weight.to_local(), base.to_local(), dtype)
+        local = dithered_weight(weight.to_local(), base.to_local(), dtype)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
@@ -209,7 +209,7 @@ def dithered(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.view(torch.float32).add_(weight, alpha=0).to(dtype)  # keeps nan and inf, which a push refuses
 
 
-def adapted(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers with adapters, by the names that PEFT's checkpoints give them."""
     return {peft_name(name): module for name, module in model.named_modules() if is_lora(module)}
 
@@ -222,7 +222,7 @@ def peft_name(name: str) -> str:
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     """[rank, inputs, outputs] of the adapter on each layer."""
-    layers = adapted(model).items()
+    layers = adapted_layers(model).items()
     return {name: [layer.r[layer.active_adapters[0]], layer.in_features, layer.out_features] for name, layer in layers}
 
 
@@ -232,7 +232,7 @@ def why_not_alone(model: nn.Module) -> str | None:
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
     if others := [name for name in trained if not re.search(r"\.lora_[AB]\.\w+\.(\w+\.)*weight$", name)]:
         return f"{len(others)} trained weights belong to no adapter, such as {others[0]}"
-    several = any(len(layer.active_adapters) != 1 for layer in adapted(model).values())
+    several = any(len(layer.active_adapters) != 1 for layer in adapted_layers(model).values())
     return "several adapters are active" if several else None
 
 

@@ -180,7 +180,7 @@ def minibatches(batch: Batch, cfg: TrainConfig) -> list[Batch]:
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def balanced(groups: list[list]) -> tuple[list[list], dict]:
+def balanced_groups(groups: list[list]) -> tuple[list[list], dict]:
     """Exchange groups of trajectories so that ranks have about as many tokens each: all wait for the one with most.
     Returns this rank's groups, and metrics: tokens of that rank over the mean, before and after. Collective.
 

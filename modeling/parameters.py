@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.core_model_loading import Transpose, revert_weight_conversion
 
 from config import TrainConfig
-from modeling.model import folded, is_lora
+from modeling.model import folded_weight, is_lora
 from utils import gather_objects, is_main, raise_together, world_size
 
 # ---- where they lie --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def parameters_of(name: str, module: nn.Module, dtype: torch.dtype) -> Iterator[
     """(checkpoint name, tensor) of the module's own parameters, not its children's. Those of FSDP2 stay sharded, and
     are rounded to `dtype` here, before they are gathered, so that half the bytes travel."""
     if is_lora(module):
-        yield clean_name(f"{name}.weight"), folded(module, dtype)
+        yield clean_name(f"{name}.weight"), folded_weight(module, dtype)
         if module.base_layer.bias is not None:
             yield clean_name(f"{name}.bias"), module.base_layer.bias.detach()
         return

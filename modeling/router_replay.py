@@ -80,7 +80,7 @@ class Routing(TorchFunctionMode):
         finally:
             self.noted = None
 
-    def stacked(self, noted: dict[int, Tensor]) -> Tensor | None:
+    def stacked_choices(self, noted: dict[int, Tensor]) -> Tensor | None:
         """[tokens, layers, k] int16; -1 for layers without experts. None if no layer chooses by topk."""
         if not noted:
             warn_once("No layer of this mixture of experts chooses by topk, so its experts cannot be replayed.")
@@ -89,7 +89,7 @@ class Routing(TorchFunctionMode):
         no_choice = torch.full_like(first_choice, -1)
         return torch.stack([noted.get(n, no_choice) for n in range(len(self.layers))], 1).short()
 
-    def differing(self) -> Tensor:
+    def replay_counts(self) -> Tensor:
         """[2]: choices replayed since the last call, and those among them for which the layer itself would have taken
         other experts."""
         moved, self.moved = [*self.moved.values()], {}
@@ -164,5 +164,5 @@ def metrics(routing: Routing | None, batch) -> dict:
     differently. Collective."""
     if routing is None or utils.all_max(int(batch.routed_experts is not None)) == 0:
         return {}
-    replayed, moved = utils.all_sum(routing.differing().to(batch.input_ids.device)).tolist()
+    replayed, moved = utils.all_sum(routing.replay_counts().to(batch.input_ids.device)).tolist()
     return {"routing/differs": moved / replayed} if replayed else {}

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from published import published
 
 from config import ConfigError
-from scoring.text import answer_part, completion_text, fenced
+from scoring.text import answer_part, completion_text, fenced_blocks
 
 ASK = "The database, in sqlite:\n\n{tables}\n\n{question}\n{hint}Answer with one query for sqlite, in a block ```sql."
 SECONDS, MOST_ROWS = 5.0, 100_000  # of a query
@@ -88,7 +88,7 @@ sql.own_process = True  # some single calls of sqlite's functions can take minut
 def written(text: str) -> str:
     """The query that an answer gives."""
     text = answer_part(text)
-    return (fenced(text, "sql", "sqlite", "sqlite3") or [text])[-1].strip()
+    return (fenced_blocks(text, "sql", "sqlite", "sqlite3") or [text])[-1].strip()
 
 
 @lru_cache(maxsize=256)

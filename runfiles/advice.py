@@ -119,7 +119,7 @@ def entropy_rises(curves: Curves, config: dict) -> dict | None:
 
 def pulled_apart(curves: Curves, config: dict) -> dict | None:
     """One reward function rises while another falls or stays near 0."""
-    functions = [name for name in curves.matching(["rewards/*"]) if name.count("/") == 2]  # without components
+    functions = [name for name in curves.names_like(["rewards/*"]) if name.count("/") == 2]  # without components
     changes = [(name.split("/")[1], *curves.all(name)) for name in functions]
     changes = [(name, at_first(values), now(values)) for name, _, values in changes if len(values) >= ENOUGH]
     for winner, before, after in changes:
@@ -133,7 +133,7 @@ def pulled_apart(curves: Curves, config: dict) -> dict | None:
 def longer(curves: Curves, config: dict) -> dict | None:
     """Length and reward have grown, and the held-out score has not."""
     lengths, reward = curves.all("completions/mean_length")[1], curves.all("reward")[1]
-    held_out = curves.all(next(iter(curves.matching([*SOLVED, "eval/reward"])), ""))[1]
+    held_out = curves.all(next(iter(curves.names_like([*SOLVED, "eval/reward"])), ""))[1]
     if len(lengths) < ENOUGH or not len(reward) or len(held_out) < 6 or now(lengths) <= 1.8 * at_first(lengths):
         return None
     gained, followed = now(reward) - at_first(reward), held_out[-3:].mean() - held_out[:3].mean()

@@ -151,7 +151,7 @@ class Curves:
         """(steps, values), ascending by step."""
         return self.columns.get(name, (np.array([]), np.array([])))
 
-    def matching(self, patterns: list[str]) -> list[str]:
+    def names_like(self, patterns: list[str]) -> list[str]:
         """Metrics with data that match, in the order of the patterns."""
         fits = [
             name
@@ -188,7 +188,7 @@ def panels(curves: Curves, config: dict) -> list[tuple[str, str, list[str]]]:
     used = {"reward", "num_tokens"}
     for title, note, patterns in PANELS:
         metric_patterns = [p.format(name) for p in patterns for name in (domains(config) if "{}" in p else [""])]
-        names = [name for name in curves.matching(metric_patterns) if name not in used and not name.endswith("/std")]
+        names = [name for name in curves.names_like(metric_patterns) if name not in used and not name.endswith("/std")]
         used.update(names)
         result += [(title, note, names)] if names else []
     others = [name for name in curves.columns if name not in used and not name.startswith(("time/", "seconds/"))]

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from safety.results import copied, name_of, plain, warn_once
+from safety.results import deep_copy, name_of, plain, warn_once
 
 MARGIN = 10.0  # seconds beyond its limit after which a call that blocks all threads ends the process
 MAX_GIVEN_UP = 64  # the run ends if so many calls run on for GIVEN_UP_SECONDS: each may take a core
@@ -77,7 +77,7 @@ async def run_limited(function: Callable, kwargs: dict, seconds: float, read: Ca
         try:
             for prepare in NEW_THREADS:
                 prepare()
-            result = function(**copied(kwargs))
+            result = function(**deep_copy(kwargs))
             if inspect.isawaitable(result):
                 call.awaited = asyncio.run_coroutine_threadsafe(settled(result), loop)
                 outcome = call.awaited.result()

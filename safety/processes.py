@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from config import function_path, load_function, shorten
-from safety.results import AT_END, UnusableResult, name_of, unread, warn_once
+from safety.results import AT_END, UnusableResult, as_it_is, name_of, warn_once
 
 ROOT = Path(__file__).resolve().parent.parent
 ITEM_TIMEOUT = 5.0  # seconds a scorer may take for one completion
@@ -47,7 +47,7 @@ class WorkerPool:
 
     def map(self, requests: list[tuple | None]) -> list[float | dict | None]:
         """A scorer's result for each request, None for None. Safe to call from several threads."""
-        calls = [request and self.ask(request, {}, unread) for request in requests]
+        calls = [request and self.ask(request, {}, as_it_is) for request in requests]
         return [call and self.score_of(request, call) for request, call in zip(requests, calls, strict=True)]
 
     def score_of(self, request: tuple, call: Future) -> float | dict | None:

@@ -23,7 +23,7 @@ class UnusableResult(TypeError):
         self.index = index
 
 
-def unread(value):
+def as_it_is(value):
     """The value as it is, for values that pass from one function of a user to another."""
     return value
 
@@ -45,12 +45,12 @@ def plain(value):
     return value if foreign or isinstance(value, KEPT) else str(value)
 
 
-def copied(value):
+def deep_copy(value):
     """A deep copy of lists, dicts, tuples and sets; other values in them - images, tensors, objects - are shared."""
     kind = type(value)
     if kind is dict:
-        return {key: copied(part) for key, part in value.items()}
-    return kind(map(copied, value)) if kind in (list, tuple, set) else value
+        return {key: deep_copy(part) for key, part in value.items()}
+    return kind(map(deep_copy, value)) if kind in (list, tuple, set) else value
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def is_literal(expected, answer) -> bool:
 # ---- containment ----------------------------------------------------------------------------------------------------
 
 
-def contained() -> str:
+def containment() -> str:
     """One line on what contains code on this machine."""
     if fault := why_not_contained():
         rights = "IT REACHES FILES, SOCKETS AND THE NETWORK WITH THE RIGHTS OF THIS USER"
@@ -136,7 +136,7 @@ def check_contained(functions: Iterable[Callable], cfg) -> None:
             f"{why_not_contained()}. See docs/sandbox.md, or add --allow_uncontained where nothing can be lost."
         )
     if os.environ.get("RANK", "0") == "0":
-        print(f"Code that the model writes ({', '.join(names)}) runs in {contained()}.")
+        print(f"Code that the model writes ({', '.join(names)}) runs in {containment()}.")
 
 
 def require_containment() -> None:

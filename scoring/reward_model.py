@@ -64,7 +64,7 @@ def load(model_id: str):
 
 
 @cache
-def served(url: str):
+def served_model(url: str):
     """(name, tokenizer) of the model at the address."""
     from transformers import AutoTokenizer
 
@@ -90,7 +90,7 @@ def reward_model(completions, prompts, cfg) -> list[float]:
     """One score per completion, on the model's own scale."""
     if is_served(cfg.reward_model):
         deadline = time.monotonic() + 0.8 * cfg.reward_timeout  # before the reward's own limit: reports the fault
-        name, tokenizer = served(cfg.reward_model)
+        name, tokenizer = served_model(cfg.reward_model)
         rows = token_ids(completions, prompts, tokenizer, cfg)
         body = {"model": name, "input": rows, "use_activation": False}
         url = http.route(cfg.reward_model, "/classify")

@@ -57,7 +57,7 @@ def answers(gold) -> list:
 FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 
 
-def fenced(text: str, *languages: str) -> list[str]:
+def fenced_blocks(text: str, *languages: str) -> list[str]:
     """The ```language blocks in one of these languages; if there are none, those without a language."""
     blocks = [((info.split() or [""])[0].lower(), textwrap.dedent(body)) for info, body in FENCE.findall(text)]
     of_languages = [body for language, body in blocks if language in languages]
@@ -66,7 +66,7 @@ def fenced(text: str, *languages: str) -> list[str]:
 
 def python_of(text: str) -> str | None:
     """The last program in ```python blocks of the model's answer; None without one."""
-    return (fenced(answer_part(text), "python", "python3", "py") or [None])[-1]
+    return (fenced_blocks(answer_part(text), "python", "python3", "py") or [None])[-1]
 
 
 NUMBER = re.compile(

@@ -106,7 +106,7 @@ def measured(size: str, prompts: int, group: int, prompt: int, completion: int, 
     words += flags + " --strategy ddp" * ("--strategy" not in flags)
     script.load_hf_model = memory_worker.random_model
     cfg, device = load_config(TrainConfig, words.split()), machine.device
-    cfg, warning = plan.settled(script.empty_policy, cfg, 1, utils.free_memory(device))
+    cfg, warning = plan.settings_for(script.empty_policy, cfg, 1, utils.free_memory(device))
     with torch.device("meta"):
         empty = script.empty_policy(cfg)
     planned, sizes = plan.peak(plan.bytes_needed(plan.sizes_of(empty), cfg, 1)), counts.sizes(empty.hf_model)

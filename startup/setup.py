@@ -21,7 +21,7 @@ from rewards import get_reward_functions
 from startup import colocate
 
 
-def settled(
+def settings_and_data(
     cfg: TrainConfig, format_row: Callable[[dict], dict], load_hf_model: Callable
 ) -> tuple[TrainConfig, dict[str, Callable], object, Sequence[dict], list[dict]]:
     """(settings, with those that depend on model and rows filled in; reward functions; processor; training rows;

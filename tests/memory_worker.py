@@ -172,7 +172,7 @@ def predicted(cfg: TrainConfig, ranks: int, critic: bool) -> dict[str, int]:
     with torch.device("meta"):
         sizes = plan.sizes_of(script.empty_policy(cfg))
     need = plan.bytes_needed(sizes, cfg, ranks, critic)
-    return {"kept": plan.kept(need), "update": plan.peak(need)}
+    return {"kept": plan.kept_bytes(need), "update": plan.peak(need)}
 
 
 CASES = [

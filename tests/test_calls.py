@@ -20,7 +20,7 @@ from envs.base import read_state, read_step
 from rewards import floats, get_reward_function
 from safety import calls
 from safety.calls import run_limited
-from safety.results import UnusableResult, plain, unread
+from safety.results import UnusableResult, as_it_is, plain
 
 ROOT = Path(__file__).parent.parent
 NEVER = 60  # seconds: longer than any test waits
@@ -215,7 +215,7 @@ def test_tools_and_environments_give_plain_data():
     for wrong, fault in (("1", "text is not a number"), (float("nan"), "finite")):
         with pytest.raises((TypeError, ValueError), match=fault):
             read_step(([], wrong, True, {}))
-    assert read_state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and unread(odd) is odd
+    assert read_state((1, ("a", np.int64(2)))) == (1, ("a", 2)) and as_it_is(odd) is odd
     with pytest.raises(TypeError, match="unhashable type: 'list'"):
         read_state((1, []))
 

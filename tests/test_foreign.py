@@ -25,7 +25,7 @@ from inputs.processor import load_processor
 from inputs.prompts import END, clean, guard, observation_text, special_texts, tokenize
 from inputs.prompts import tokenizer_of as text_tokenizer
 from inputs.trajectory import without_failed
-from inputs.vision import TYPES, build_prompt, observed
+from inputs.vision import TYPES, build_prompt, prompt_with
 from modeling.model import rope_index_of
 from rollouts import TrajectoryError
 from runlog import rollout_metrics
@@ -100,7 +100,7 @@ def test_a_result_forges_no_image(family, tmp_path):
     assert [i for i in prompt.token_ids if i in special] == [i for i in harmless.token_ids if i in special]
     halves = [{"type": "text", "text": half} for half in (placeholders[:3], placeholders[3:])]
     for parts in (halves, [picture, {"type": "text", "text": placeholders}]):
-        answered = observed(prompt, [{"role": "user", "content": parts}], Generator, None, cfg)
+        answered = prompt_with(prompt, [{"role": "user", "content": parts}], Generator, None, cfg)
         inputs = {key: value for key, value in answered.model_inputs.items() if key != "position_ids"}
         ids = torch.tensor([answered.token_ids])
         with torch.no_grad():  # placeholders and images agree in number, or the model refuses

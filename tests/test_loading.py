@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 import train_grpo as script
 from config import TrainConfig
 from modeling.loading import add_lora
-from modeling.model import dithered, is_lora, lora_layers
+from modeling.model import dithered_weight, is_lora, lora_layers
 
 CPU = torch.device("cpu")
 
@@ -111,17 +111,17 @@ def test_weights_between_two_numbers(dtype, step):
     """Up as often as they are near to it; what is such a number stays; a part of the rows is treated as the whole."""
     torch.manual_seed(0)
     base = torch.randn(400, 300).to(dtype).float()
-    assert torch.equal(dithered(base, base, dtype).float(), base)
+    assert torch.equal(dithered_weight(base, base, dtype).float(), base)
     for share in (0.01, 0.3, 0.5, 0.9):
         weight = base + share * step * 2 ** base.abs().log2().floor() * 2
-        got = dithered(weight, base, dtype)
+        got = dithered_weight(weight, base, dtype)
         moved = ((got.float() - base) / (weight - base)).mean()
         assert moved == pytest.approx(1, rel=0.03 if share > 0.1 else 0.2)
-        parts = [dithered(w, b, dtype) for w, b in zip(weight.split(130), base.split(130), strict=True)]
+        parts = [dithered_weight(w, b, dtype) for w, b in zip(weight.split(130), base.split(130), strict=True)]
         assert torch.equal(torch.cat(parts), got)
-    assert torch.equal(dithered(weight, base, torch.float32), weight)
+    assert torch.equal(dithered_weight(weight, base, torch.float32), weight)
     weight[0, :3] = torch.tensor([2**31 - 1, 0x7F800000, -1], dtype=torch.int32).view(torch.float32)  # a GPU's nan; inf
-    finite = dithered(weight, base, dtype).isfinite()
+    finite = dithered_weight(weight, base, dtype).isfinite()
     assert not finite[0, :3].any() and finite[1:].all(), "a push has to find them"
 
 

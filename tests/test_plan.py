@@ -52,7 +52,7 @@ def test_what_is_kept_between_steps_is_counted_by_hand(shape, what):
     cfg = TrainConfig(model_id=str(shape), prompts_per_step=8, **more)
     with torch.device("meta"):
         sizes = plan.sizes_of(empty_policy(cfg))
-    assert plan.kept(plan.bytes_needed(sizes, cfg, ranks)) == pytest.approx(wanted, rel=0.01)
+    assert plan.kept_bytes(plan.bytes_needed(sizes, cfg, ranks)) == pytest.approx(wanted, rel=0.01)
 
 
 LENGTHS = "--prompt 500 --completion 4000 --max_prompt_length 500 --max_completion_length 4000"
@@ -67,23 +67,23 @@ def test_peaks_are_those_that_were_simulated(words):
     table = (simulate.ROOT / "benchmarks/results/simulate.md").read_text(encoding="utf-8")
     (kept, peak), *_ = re.findall(rf"^\| {re.escape(words)} \| ([\d.]+) \|.*?\| ([\d.]+) \|", table, re.M)
     need = simulate.predicted(load_config(simulate.SimulateConfig, f"--model {words} {LENGTHS}".split()))
-    assert plan.kept(need) / plan.GIB == pytest.approx(float(kept), rel=0.01, abs=0.01)
+    assert plan.kept_bytes(need) / plan.GIB == pytest.approx(float(kept), rel=0.01, abs=0.01)
     assert plan.peak(need) / plan.GIB == pytest.approx(float(peak), rel=plan.MARGIN)
 
 
 def test_the_micro_batch_is_chosen_by_the_memory_there_is(shape):
     """The largest that fits; what was given stays; what cannot fit is said with what can."""
     cfg = TrainConfig(model_id=str(shape), prompts_per_step=64, num_generations=8, strategy="fsdp2")
-    roomy, warning = plan.settled(empty_policy, cfg, 2, 80 * plan.GIB)
+    roomy, warning = plan.settings_for(empty_policy, cfg, 2, 80 * plan.GIB)
     assert (roomy.tokens_per_microbatch, roomy.gradient_checkpointing, warning) == (16384, True, "")
     given = replace(cfg, gradient_checkpointing=False, tokens_per_microbatch=8192)
-    assert plan.settled(empty_policy, given, 2, 80 * plan.GIB) == (given, "")
+    assert plan.settings_for(empty_policy, given, 2, 80 * plan.GIB) == (given, "")
     chosen = replace(cfg, gradient_checkpointing=True, tokens_per_microbatch=4096)
     with torch.device("meta"):
         just = plan.peak(plan.bytes_needed(plan.sizes_of(empty_policy(chosen)), chosen, 2)) / (1 - plan.SPARE) + 1
-    less, warning = plan.settled(empty_policy, cfg, 2, just)
+    less, warning = plan.settings_for(empty_policy, cfg, 2, just)
     assert (less.tokens_per_microbatch, warning) == (4096, "")
-    _, warning = plan.settled(empty_policy, replace(less, strategy="ddp"), 2, just)
+    _, warning = plan.settings_for(empty_policy, replace(less, strategy="ddp"), 2, just)
     assert "--strategy ddp" in warning and "--strategy fsdp2" in warning
 
 

@@ -9,7 +9,7 @@ from ranks import RankError, on_ranks
 
 import train_grpo as script
 from config import TrainConfig
-from modeling.packing import balanced
+from modeling.packing import balanced_groups
 from rollouts import Trajectory
 
 
@@ -58,7 +58,7 @@ def exchanged(sizes: list[list[int]]) -> tuple[list[int], int, dict]:
         [Trajectory({}, first + place, [1], [2] * n, [1] * n, [0.0] * n, [0.0] * n)]
         for place, n in enumerate(sizes[dist.get_rank()])
     ]
-    kept, metrics = balanced(groups)
+    kept, metrics = balanced_groups(groups)
     return [group[0].group for group in kept], sum(1 + len(group[0].token_ids) for group in kept), metrics
 
 

@@ -64,19 +64,19 @@ def test_a_layer_takes_the_given_experts_and_no_others(name):
     routes = router_replay.Routing(model)
     with routes.noting() as noted:
         assert torch.equal(model(ids, use_cache=False).logits, plain)
-    own = routes.stacked(noted)
+    own = routes.stacked_choices(noted)
     assert own.shape == (18, 3, 2) and {0, 1, 2} >= set(noted) >= {2}
     routes.choice = own
     assert torch.equal(model(ids, use_cache=False).logits, plain)
-    assert routes.differing().tolist() == [18 * len(noted), 0]
+    assert routes.replay_counts().tolist() == [18 * len(noted), 0]
     other = random_choice(18)
     other[:9] = own[:9]  # of the second row alone
     routes.choice = other
     moved = model(ids, use_cache=False).logits
     assert torch.allclose(moved[0], plain[0], atol=1e-5) and (moved[1] - plain[1]).abs().max() > 1e-2
-    assert routes.differing()[1] > 9
+    assert routes.replay_counts()[1] > 9
     routes.choice = torch.full_like(other, -1)
-    assert torch.equal(model(ids, use_cache=False).logits, plain) and routes.differing().tolist() == [0, 0]
+    assert torch.equal(model(ids, use_cache=False).logits, plain) and routes.replay_counts().tolist() == [0, 0]
 
 
 def test_weights_and_gradient_are_of_the_layers_own_scores():
@@ -183,11 +183,11 @@ def completion(prompt: int, tokens: int, choice) -> Completion:
 
 def test_a_turn_keeps_the_experts_it_was_sampled_with():
     first, second = (random_choice(n).numpy() for n in (6, 11))
-    known = experts.joined(None, completion(4, 3, first))
+    known = experts.joined_experts(None, completion(4, 3, first))
     assert known.shape == (7, 3, 2) and (known[:6] == first).all() and (known[6] == -1).all()
-    both = experts.joined(known, completion(9, 3, second))
+    both = experts.joined_experts(known, completion(9, 3, second))
     assert (both[:6] == first).all() and (both[6:11] == second[6:]).all() and (both[11] == -1).all()
-    assert experts.joined(known, completion(9, 3, None)) is None
+    assert experts.joined_experts(known, completion(9, 3, None)) is None
 
 
 def test_asked_for_what_nobody_can_tell():

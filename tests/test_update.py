@@ -162,7 +162,7 @@ def test_ref_sync_moves_the_reference_part_of_the_way(policy):
 def test_an_advantage_of_the_wrong_kind_is_named(advantages, says):
     batch = local_batch(0, 1)
     with pytest.raises(ValueError, match=f"(?s)advantage 'mine'.*{says}"):
-        checks.computed(lambda batch, cfg: advantages(batch), batch, TrainConfig(advantage="mine"))
+        checks.advantages_of_part(lambda batch, cfg: advantages(batch), batch, TrainConfig(advantage="mine"))
 
 
 # ---- collecting a step ----------------------------------------------------------------------------------------------
