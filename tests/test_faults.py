@@ -37,7 +37,7 @@ def environment(reset: str) -> dict:
 
 
 FILE, OWN_DATA = "--dataset_id {at}/rows.jsonl", "--dataset_id {at}/own.py:own"
-REWARD, ENV, TOOL = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own", "--tools {at}/own.py:own"
+REWARD, ENV = "--reward_funcs {at}/own.py:own", "--env {at}/own.py:Own"
 
 DATA = [
     ("a line that is no UTF-8", rows(b'{"prompt": "caf\xe9"}'), FILE, 2, "rows.jsonl"),
