@@ -35,7 +35,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from config import ConfigError, NotNow, public_config, require
+from config import PRESETS, ConfigError, NotNow, public_config, require
 from inputs.parts import without_sources
 from inputs.trajectory import calls_in
 from network import secrets
@@ -160,6 +160,10 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         + ", activations recomputed" * bool(cfg.gradient_checkpointing),
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
     }
+    if cfg.preset:
+        settings = ((name, value, getattr(cfg, name)) for name, value in PRESETS[cfg.preset].items())
+        shown = [f"{name} {now}" + f" (not {value})" * (now != value) for name, value, now in settings]
+        lines[f"preset {cfg.preset}"] = ", ".join(shown)
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
     if cfg.has_teacher and cfg.distill_coef:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from config import ConfigError, TrainConfig
+from config import PRESETS, ConfigError, TrainConfig, load_config
 from inputs.trajectory import Trajectory
 from looking.report import write_report
 from network.secrets import learn
 from runlog import rollout_metrics
-from runlog.log import RunLog, close_all, completion_rows, evaluation_rows, name_run
+from runlog.log import RunLog, close_all, completion_rows, describe, evaluation_rows, name_run
 
 pytestmark = pytest.mark.quick
 
@@ -264,3 +264,12 @@ def test_a_report_of_whatever_is_there(tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and len(page) < 3_000_000 and "<key>" not in page
+
+
+def test_the_settings_of_a_preset_are_shown_at_start(capsys):
+    """All of them, with the values of the run: flags override some."""
+    words = "--preset dapo --generator hf --epsilon_high 0.3 --max_steps 1 --tokens_per_microbatch 8"
+    describe(load_config(argv=words.split()), torch.nn.Linear(2, 2), [8], 1)
+    shown = capsys.readouterr().out
+    for name, value in PRESETS["dapo"].items():
+        assert ("epsilon_high 0.3 (not 0.28)" if name == "epsilon_high" else f"{name} {value}") in shown
