@@ -110,8 +110,11 @@ def shown_to_model(function, row: dict, *arguments):
 
 
 async def answer_to(prompt: Prompt, limit: int, generator, cfg: TrainConfig, home=None, stops=None) -> Exchange:
-    """Sample the model's next turn, of at most `limit` tokens. home: a dict in which the client notes the server that
-    has the earlier turns in its cache. stops: strings that end the turn; None: --stop."""
+    """Sample the model's next turn, of at most `limit` tokens; TrajectoryError if there is room for none. home: a dict
+    in which the client notes the server that has the earlier turns in its cache. stops: strings that end the turn;
+    None: --stop."""
+    if limit < 1:
+        raise TrajectoryError("a prompt leaves no room for an answer; raise --max_completion_length")
     processor, stops = generator.tokenizer, cfg.stop if stops is None else stops
     options = sampling_options(cfg) | {"max_tokens": limit, "min_tokens": min(cfg.min_completion_length, limit)}
     options |= {"stop": tuple(stops)} if stops else {}

@@ -14,7 +14,9 @@ import rewards
 import rollouts
 import train_grpo as script
 from config import ConfigError, TrainConfig
+from envs.turns import answer_to
 from inputs.trajectory import Completion
+from inputs.vision import Prompt
 from rollouts import RolloutError, Trajectory
 
 pytestmark = pytest.mark.quick
@@ -256,12 +258,14 @@ def test_a_rollout_that_takes_too_long_or_gives_up_costs_its_row(monkeypatch):
             await asyncio.sleep(1000)
         elif rows[0]["prompt"] == "b":
             raise rollouts.TrajectoryError("no way on", rows[0])
+        elif rows[0]["prompt"] == "c":  # a second context, as long as it may be
+            await answer_to(Prompt([5] * 9, [5] * 9), 0, generator, cfg)
         return tree(rows, cfg, cfg.num_generations)
 
-    rows = [{"prompt": text} for text in "abc"]
+    rows = [{"prompt": text} for text in "abcd"]
     monkeypatch.setattr(rollouts, "ROLLOUT_TIMEOUT", 0.2)
     groups, _ = rolled_out(monkeypatch, mine, rows)
-    assert [sum("failure" in t.info for t in group) for group in groups] == [4, 4, 0]
+    assert [sum("failure" in t.info for t in group) for group in groups] == [4, 4, 4, 0]
     assert groups[0][0].info["failure"].cause == "rollout 'mine' took over 0.2 s"
 
 
