@@ -1,6 +1,6 @@
 """Environments, which answer the model between its turns.
 
-    --env frozenlake?slippery=true          # a name in ENVIRONMENTS, then arguments of its __init__
+    --env frozenlake?compass=true           # a name in ENVIRONMENTS, then arguments of its __init__
     --env my_env.py:Guess                   # a class in a file; examples/ has some, each with its rows and reward
 
 Each trajectory has an environment of its own, of a class like this:

@@ -42,30 +42,25 @@ class Board(Environment):
 class FrozenLake(Board):
     """Walk over a frozen lake to the goal without falling into a hole (gymnasium's toy text game).
 
-    The map comes from the seed and always has a way. An invalid action costs `penalty` and does not move; on slippery
-    ice a move goes sideways two times in three. Reaching the goal earns 1. `compass` adds how far the goal is and
-    which way: small models read no maps.
+    The map comes from the seed and always has a way. An invalid action costs `penalty` and does not move. Reaching the
+    goal earns 1. `compass` adds how far the goal is and which way: small models read no maps.
     """
 
-    def __init__(self, size: int = 4, slippery: bool = False, compass: bool = False):
+    def __init__(self, size: int = 4, compass: bool = False):
         allowed("frozenlake", "size", size, size >= 2, "at least 2")
-        self.size, self.slippery, self.compass = size, slippery, compass
+        self.size, self.compass = size, compass
 
     def reset(self, row, seed):
-        self.random = random.Random(seed)
+        chance = random.Random(seed)
         while True:
-            cells = [
-                ["." if self.random.random() < FROZEN else "O" for _ in range(self.size)] for _ in range(self.size)
-            ]
-            start, goal = self.random.sample([(r, c) for r in range(self.size) for c in range(self.size)], 2)
+            cells = [["." if chance.random() < FROZEN else "O" for _ in range(self.size)] for _ in range(self.size)]
+            start, goal = chance.sample([(r, c) for r in range(self.size) for c in range(self.size)], 2)
             cells[start[0]][start[1]], cells[goal[0]][goal[1]] = ".", "G"
             if start in distances(cells, goal):
                 break
         self.cells, self.place, self.goal = cells, start, goal
         rules = "P is you, G the goal, O a hole, . ice. Answer each time with one move: <answer>Left</answer>, "
         rules += "<answer>Down</answer>, <answer>Right</answer> or <answer>Up</answer>."
-        if self.slippery:
-            rules += " The ice is slippery: you may slide sideways."
         return [{"role": "user", "content": f"Walk to G without falling into a hole. {rules}\n{self.picture()}"}]
 
     def picture(self) -> str:
@@ -77,9 +72,6 @@ class FrozenLake(Board):
         return "\n".join(lines)
 
     def move(self, by):
-        if self.slippery:
-            ways = list(MOVES.values())  # neighbours in this order are at right angles
-            by = ways[(ways.index(by) + self.random.choice([-1, 0, 1])) % 4]
         ahead = moved(self.place, by)
         self.place = ahead if all(0 <= x < self.size for x in ahead) else self.place
         won, lost = self.place == self.goal, self.cells[self.place[0]][self.place[1]] == "O"

@@ -99,7 +99,7 @@ async def demonstrate(rows: list[dict], function, generator, cfg: TrainConfig, s
     make, tasks, played = None if cfg.agent else adapters.environment_maker(cfg), [], []
     for group, row in enumerate(rows):
         for member in range(cfg.num_generations):
-            environment, stream = make and make(), f"{cfg.seed} {step} {row['prompt']} {member}"
+            environment, stream = make and make(), f"{cfg.seed} {step} {row['prompt']} {row.get('seed')} {member}"
             shown = Demonstrator(function, row, environment, generator, stream)
             if cfg.agent:
                 tasks.append(agents.play(row, group, shown, cfg))

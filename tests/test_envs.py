@@ -48,7 +48,7 @@ def test_frozen_lake():
         assert reward == lake.metrics()["success"] == float(lake.place == lake.goal)
         outcomes.add(reward)
     assert outcomes == {0.0, 1.0}
-    assert get_environment("frozenlake?slippery=true&size=6")().size == 6
+    assert get_environment("frozenlake?compass=true&size=6")().size == 6
     with pytest.raises(ConfigError, match="unknown name 'frozenlak'.*Did you mean 'frozenlake'"):
         get_environment("frozenlak")
 

@@ -28,7 +28,7 @@ EXAMPLES = {p.stem: yaml.safe_load(p.read_text(encoding="utf-8")) for p in sorte
 MORE = {  # what is tried beside the file's settings
     "arithmetic": "--reward_funcs examples/arithmetic.py:right tool_use few_turns",
     "coding": "--allow_uncontained",
-    "frozenlake": "--env frozenlake?slippery=true",
+    "frozenlake": "--env frozenlake?size=5",
     "three_domains": "--allow_uncontained",
 }
 SMALL = "--generator hf --compute_dtype float32 --prompts_per_step 4 --num_generations 4 --max_steps 2 "
