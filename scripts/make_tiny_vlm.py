@@ -101,13 +101,6 @@ def waves(side, width):
 # ---- warm start -----------------------------------------------------------------------------------------------------
 
 
-def prompt_text(processor, row):
-    parts = [{"type": "image"}, {"type": "text", "text": row["prompt"]}]
-    return processor.apply_chat_template(
-        [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
-    )
-
-
 def encode(processor, rows, known):
     """(input_ids [B, T], labels [B, T], pixel_values [B, 1, 3, SIZE, SIZE]) of prompts followed by answers.
 
@@ -117,8 +110,9 @@ def encode(processor, rows, known):
     tokenizer, sequences, labels = processor.tokenizer, [], []
     for row in rows:
         if row["prompt"] not in known:
-            encoded = processor(text=[prompt_text(processor, row)], images=[[row["image"]]])
-            known[row["prompt"]] = list(encoded["input_ids"][0])
+            asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["prompt"]}]}]
+            text = processor.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            known[row["prompt"]] = list(processor(text=[text], images=[[row["image"]]])["input_ids"][0])
         prompt = known[row["prompt"]]
         answer = tokenizer(row["answer"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
         sequences.append(torch.tensor(prompt + answer))
