@@ -229,7 +229,8 @@ def get_ready(args: argparse.Namespace, vllm_args: list[str]) -> None:
     # For sockets and stores, which vLLM leaves where they are; what torch has compiled stays where it looks for it.
     compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
-    os.environ["TMPDIR"] = FOLDER = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 bytes
+    FOLDER = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 bytes
+    os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
     basics = ["--model", args.model, "--host", args.host, "--port", str(args.port)]
     sys.argv[1:] = our_arguments([*basics, *vllm_args])
 
