@@ -1,22 +1,25 @@
 """What sampling while the trainer updates saves where scores take their time: train_grpo.py against train_async.py. No
 GPU.
 
-    python benchmarks/overlap.py                                    # two hours on two idle cores, by estimate
+    python benchmarks/overlap.py        # a quarter of an hour on two idle cores, by estimate
 
 A live vLLM server and the trainer are each pinned to a core of their own, which is what two GPUs are to them. SmolLM2
-(135 M, LoRA), the demo's batch of 8 prompts x 8 completions, an update and a push a step, all alike in the scripts that
-are compared; they run in turn, `repetitions` times. The first two steps of each run are left out: the server compiles,
-and nothing was sampled ahead.
+(135 M, LoRA), 4 prompts x 4 completions, an update and a push a step, alike in both scripts; train_async.py has three
+times the groups of a step under way. The first two steps of each run are left out: the server compiles, and nothing was
+sampled ahead.
 
-A judge answers in lognormal times (slow_judge.py), as tools, tests in a sandbox and judges do; their means are --waits.
+A judge answers in lognormal times (sigma 1), as tools, tests in a sandbox and judges do; their means are --waits.
 What trainer and server compute is the same.
 
 Written to benchmarks/results/overlap.md.
 """
 
 import argparse
-import json
+import asyncio
+import itertools
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -30,14 +33,24 @@ from server_fixture import free_port  # noqa: E402
 
 from runfiles.reading import read_metrics  # noqa: E402
 
-MODEL, FOLDER = "models/SmolLM2-135M-Instruct", ROOT / "runs" / "overlap"
+MODEL, FOLDER, PROMPTS = "models/SmolLM2-135M-Instruct", ROOT / "runs" / "overlap", 4
 COMMON = (
     f"--model_id {MODEL} --dataset_id examples/sums.py:rows --max_prompt_length 128 --max_completion_length 12 "
     "--min_completion_length 12 --learning_rate 3e-4 --use_peft --lora_r 32 --lora_alpha 64 "
-    "--print_samples_every 0 --logprob_diff_limit 1 --reward_funcs benchmarks/slow_judge.py:judge"
+    "--print_samples_every 0 --logprob_diff_limit 1 --reward_funcs benchmarks/overlap.py:judge "
+    f"--prompts_per_step {PROMPTS} --num_generations 4"
 )
-AHEAD = {f"in_flight_{n}x": n for n in (2, 3, 4)}  # groups begun and not trained on, as a multiple of a step's
-SYSTEMS = ["train_grpo.py", *AHEAD]
+SCRIPTS = {"train_grpo.py": "", "train_async.py": f"--in_flight {3 * PROMPTS} --max_staleness 2"}
+
+
+async def judge(completions, **columns) -> list[float]:
+    """Chance, after a while: no group is silent, so that every step computes the same."""
+
+    async def one() -> float:
+        await asyncio.sleep(random.lognormvariate(math.log(float(os.environ["SLOW"])) - 0.5, 1))  # the mean is SLOW
+        return random.random()
+
+    return await asyncio.gather(*(one() for _ in completions))
 
 
 def pinned(core: int, command: list[str], log: Path, **variables: str) -> subprocess.Popen:
@@ -50,18 +63,14 @@ def pinned(core: int, command: list[str], log: Path, **variables: str) -> subpro
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, preexec_fn=ends_with_us())
 
 
-def measure(name: str, wait: float, args: argparse.Namespace) -> dict[str, float]:
+def measure(script: str, wait: float, steps: int) -> dict[str, float]:
     """Means over the steps of one run, on a server of its own."""
     token, port, folder = os.urandom(8).hex(), free_port(), FOLDER
-    run = f"{name.replace(' ', '_').replace('.', '_')}_{int(time.time())}"
+    run = f"{script.removesuffix('.py')}_{int(time.time())}"
     serve = ["vllm_server.py", "--model", MODEL, "--port", str(port), "--max-model-len", "512"]
     serve += ["--exit-with-parent"]
     server = pinned(0, serve, folder / f"{run}-server.log", VLLM_SERVER_TOKEN=token)
-    script = "train_async.py" if name in AHEAD else "train_grpo.py"
-    flags = [*COMMON.split(), "--max_steps", str(args.steps)]
-    ahead = ["--in_flight", str(AHEAD.get(name, 0) * args.prompts), "--max_staleness", str(args.max_staleness)]
-    flags += ahead if name in AHEAD else []
-    flags += ["--prompts_per_step", str(args.prompts), "--num_generations", str(args.generations)]
+    flags = [*COMMON.split(), *SCRIPTS[script].split(), "--max_steps", str(steps)]
     where = ["--server_urls", f"http://127.0.0.1:{port}", "--server_timeout", "300", "--output_dir", str(folder)]
     trainer = pinned(
         1, [script, *flags, *where, "--run_name", run], folder / f"{run}.log", VLLM_SERVER_TOKEN=token, SLOW=str(wait)
@@ -84,43 +93,34 @@ def measure(name: str, wait: float, args: argparse.Namespace) -> dict[str, float
     return {
         "seconds": seconds, "tokens/s": tokens / seconds, "trainer waited": waited / seconds,
         "server waited": server_waited / seconds, "staleness": mean.get("staleness/mean", 0.0),
-        "dropped": mean.get("async/dropped", 0.0) / args.prompts,
+        "dropped": mean.get("async/dropped", 0.0) / PROMPTS,
         "ess": mean.get("sampling/ess", 1.0), "update": mean["time/update"] + mean["time/push"] + mean["time/logprobs"],
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
-    parser.add_argument("--max_staleness", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--waits", type=float, nargs="+", default=[0.5, 1, 2], help="mean seconds of an answer")
     args = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    cases = [(wait, name) for wait in args.waits for name in args.systems]
-    found: dict[tuple, list[dict]] = {case: [] for case in cases}
-    for repetition in range(args.repetitions):
-        for wait, name in cases:
-            found[wait, name].append(measure(name, wait, args))
-            last = {key: round(value, 3) for key, value in found[wait, name][-1].items()}
-            print(repetition, wait, name, json.dumps(last), flush=True)
-    medians = {n: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for n, runs in found.items()}
+    found: dict[tuple, dict] = {}
+    for wait, script in itertools.product(args.waits, SCRIPTS):
+        row = found[wait, script] = measure(script, wait, args.steps)
+        print(wait, script, {key: round(value, 3) for key, value in row.items()}, flush=True)
     columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "dropped", "ess"]
     command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
-    how = f"{args.repetitions} repetitions of {args.steps} steps in turn, medians; `update`: seconds of log-probs, "
+    how = f"one run of {args.steps} steps each; `update`: seconds of log-probs, "
     how += "update and push; waiting as a share of the step; groups dropped as a share of those trained on"
     lines = [
         f"Measured on two cores, server and trainer pinned to one each: `{command}`; {how}.\n",
         f"| | s a step | x | {' | '.join(columns[1:])} |",
         "|---|" + "---:|" * (len(columns) + 1),
     ]
-    for (wait, name), row in medians.items():
-        times = medians[wait, args.systems[0]]["seconds"] / row["seconds"]
+    for (wait, script), row in found.items():
+        times = found[wait, "train_grpo.py"]["seconds"] / row["seconds"]
         cells = [f"{row['seconds']:.2f}", f"{times:.2f}", *(f"{row[c]:.2f}" for c in columns[1:])]
-        lines.append(f"| {wait:g} s: {name} | {' | '.join(cells)} |")
+        lines.append(f"| {wait:g} s: {script} | {' | '.join(cells)} |")
     (ROOT / "benchmarks" / "results" / "overlap.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 
