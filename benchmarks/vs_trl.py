@@ -103,39 +103,15 @@ def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    spent = {"time/generate": 0.0, "time/score": 0.0}
-
-    class TimedTrainer(GRPOTrainer):
-        def _generate(self, prompts):
-            start = time.perf_counter()
-            out = super()._generate(prompts)
-            spent["time/generate"] += time.perf_counter() - start
-            return out
-
-        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-            start = time.perf_counter()
-            out = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-            spent["time/score"] += time.perf_counter() - start
-            return out
-
     class Clock(TrainerCallback):
-        start = None
-
-        def on_step_begin(self, args, state, control, **_):
-            self.start = self.start or time.perf_counter()
-
         def on_log(self, args, state, control, logs, **_):  # comes last in a step
             if "completions/mean_length" not in logs:
                 return
-            now = time.perf_counter()
-            line = {"step": state.global_step, "time/unix": time.time(), "time/step": now - self.start, **spent}
-            line["time/update"] = line["time/step"] - sum(spent.values())  # TRL computes no other log-probs here
+            line = {"step": state.global_step, "time/unix": time.time()}
             line["completions/mean_length"] = logs["completions/mean_length"]
             line["memory/peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
             with metrics_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-            self.start = now
-            spent.update(dict.fromkeys(spent, 0.0))
 
     sequences = case.prompts * case.generations
     cfg = GRPOConfig(
@@ -159,7 +135,7 @@ def run_trl(model: str, prompts: str, case: Case, steps: int, metrics_path: Path
         use_cpu=not torch.cuda.is_available(),
     )
     rows = load_dataset("json", data_files=prompts, split="train")
-    TimedTrainer(model=model, reward_funcs=reward, args=cfg, train_dataset=rows, callbacks=[Clock()]).train()
+    GRPOTrainer(model=model, reward_funcs=reward, args=cfg, train_dataset=rows, callbacks=[Clock()]).train()
 
 
 # ---- our side -------------------------------------------------------------------------------------------------------
@@ -227,9 +203,8 @@ def measure(command: list[str], env: dict, metrics: Path, steps: int, log: Path)
         raise RuntimeError(f"exit code {code}, {len(lines)} of {steps} steps: {' '.join(command)}\n{tail}")
     wall = [after["time/unix"] - before["time/unix"] for before, after in zip(lines, lines[1:], strict=False)]
     on_gpu = max(line.get("memory/peak_gb") or 0 for line in lines)
-    parts = {name: [round(line[f"time/{name}"], 2) for line in lines[1:]] for name in ("generate", "update")}
     tokens = [line["completions/mean_length"] for line in lines]
-    return {"seconds": wall, "peak": on_gpu * 1e9 or peak, "tokens": tokens} | parts
+    return {"seconds": wall, "peak": on_gpu * 1e9 or peak, "tokens": tokens}
 
 
 def run_one(system: str, name: str, args, folder: Path, server) -> dict:
