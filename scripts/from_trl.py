@@ -47,11 +47,6 @@ UPDATES = {name: name for name in ("max_steps", "save_steps", "eval_steps", "war
 UPDATES |= {"logging_steps": "log_steps", "ref_model_sync_steps": "ref_sync_steps"}
 READ = set(DEFAULTS) | set(SAME) | set(UPDATES) | {"bf16"}
 LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_targets"}
-BY_HAND = {  # arguments of the trainer, and where their work is done here
-    "callbacks": "the loop is train() in train_grpo.py", "rollout_func": "a coroutine in ROLLOUTS (rollouts.py)",
-    "optimizers": "make_optimizer and lr_at in train_grpo.py", "quantization_config": "--use_peft --load_in 4bit",
-    "reward_processing_classes": "the reward model's own tokenizer is used",
-}  # fmt: skip
 
 
 class Script:
@@ -186,7 +181,7 @@ def arguments(script: Script, by_hand: list[str], notes: list[str]) -> dict:
             except ValueError:
                 by_hand.append(f"{name} = {ast.unparse(given[name])}: --{flag}, with what is at the top of a file")
         elif name not in ("args", "peft_config", "processing_class"):
-            by_hand.append(f"{name} = {ast.unparse(given[name])}: {BY_HAND.get(name, 'no flag here')}")
+            by_hand.append(f"{name} = {ast.unparse(given[name])}: see docs/coming-from-trl.md")
     if "peft_config" in given:
         flags |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
         for name, node in script.given("LoraConfig").items():
@@ -196,8 +191,6 @@ def arguments(script: Script, by_hand: list[str], notes: list[str]) -> dict:
                 by_hand.extend([f"LoraConfig {name} = {ast.unparse(node)}"] if name != "task_type" else [])
     if script.trains_when_imported:
         notes.append(f"{script.path} trains when it is imported: move what is named from it to a file of its own")
-    if "environment_factory" in given:
-        notes.append("does the class have get_reward? Then `environment` belongs among --reward_funcs")
     return flags
 
 
