@@ -56,5 +56,4 @@ class Finder:
         return spec
 
 
-if not any(getattr(finder, "__name__", "") == "Finder" and finder.__module__ == __name__ for finder in sys.meta_path):
-    sys.meta_path.insert(0, Finder)
+sys.meta_path.insert(0, Finder)
