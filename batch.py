@@ -56,7 +56,7 @@ class Batch:
     states: Tensor | None = None  # [B, T] int64: the environment's state at the start of the token's turn (gigpo)
     entropy: Tensor | None = None  # [B, T] of the policy before the first update, and
     sum_pi_squared: Tensor | None = None  # [B, T] its sum of squared probabilities (otb)
-    given_scores: Tensor | None = None  # [B] scores before shape_rewards; None if it changed nothing
+    given_scores: Tensor | None = None  # [B] scores before shape_rewards; None: it was not called
     extras: dict = field(default_factory=dict)  # your own: numbers, or tensors [B, ...], cut like the other fields
     routed_experts: Tensor | None = None  # [B, T, layers, k] of the generator, -1 unknown: modeling/router_replay.py
     model_inputs: list[dict] = field(default_factory=list)  # per row, the tensors of its images for the model
@@ -346,15 +346,21 @@ def group_index(groups: Tensor) -> tuple[Tensor, Tensor]:
     return index, counts[index]
 
 
-def group_mean(values: Tensor, groups: Tensor) -> Tensor:
-    """For each row the mean over its group, in float64: the mean of equal values is exactly theirs.  [B] -> [B]"""
-    index, size = group_index(groups)
+def group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    """For each row the sum over its group, in float64.  [B] -> [B]"""
+    index, _ = group_index(groups)
     if values.shape != groups.shape:
         raise ValueError(
             f"a statistic of a group takes one value per completion, [{len(groups)}]; got {[*values.shape]}. Reduce "
             "values per token first: row_mean(values, loss_mask)[:, 0]."
         )
-    return torch.zeros_like(values, dtype=torch.float64).index_add(0, index, values.double())[index] / size
+    return torch.zeros_like(values, dtype=torch.float64).index_add(0, index, values.double())[index]
+
+
+def group_mean(values: Tensor, groups: Tensor) -> Tensor:
+    """For each row the mean over its group, in float64: the mean of equal values is exactly theirs.  [B] -> [B]"""
+    _, size = group_index(groups)
+    return group_sum(values, groups) / size
 
 
 def center_by_group(scores: Tensor, groups: Tensor) -> Tensor:

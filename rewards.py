@@ -183,7 +183,7 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
     return functions
 
 
-def own_functions(reward_functions: dict[str, Callable], cfg) -> dict[str, Callable]:
+def functions_of_domain(reward_functions: dict[str, Callable], cfg) -> dict[str, Callable]:
     """{name: function} of those that score the rows of cfg's domain; without domains, all. In a run with domains they
     are registered as DOMAIN/NAME."""
     of_domain = {name: function for name, function in reward_functions.items() if name.startswith(cfg.prefix)}

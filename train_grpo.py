@@ -35,8 +35,8 @@ Deliberate differences from the papers and from TRL:
 Shapes: B completions (this rank's share of a step), T tokens of the longest prompt + completion, N sampled tokens, V
 vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
-[B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights (a
-weight of 0: only logged, and here for an advantage of yours),
+[B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights (0 for
+one that an advantage of yours alone reads),
 `shaped_scores` [B] the scores after `shape_rewards` (section 5). In forward passes and losses a row may be part of a
 completion: one whose context starts anew, as an agent's may, becomes several rows (`split_restarts`). With --domains
 `cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
@@ -85,10 +85,10 @@ from algorithms.distillation import rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
 from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
 from algorithms.silent import TwoStageBackward
-from batch import Batch, add_statistics, center_by_group, clip_stats, clipped_surrogate, collate, differ, group_index
-from batch import group_mean, group_std, log_ratio, merge_restarts, record, row_sum, sequence_ratio, split_restarts
+from batch import Batch, add_statistics, center_by_group, clip_stats, clipped_surrogate, collate, differ, group_mean
+from batch import group_std, group_sum, log_ratio, merge_restarts, record, row_sum, sequence_ratio, split_restarts
 from batch import spread, start_record
-from batch import by_turn, normalize, returns_to_go, row_mean, turn_returns, whiten  # noqa: F401 - for ideas of yours
+from batch import by_turn, group_index, normalize, returns_to_go, row_mean, turn_returns, whiten  # noqa: F401 - for you
 from inputs import vision
 from inputs.processor import load_processor  # noqa: F401 - for after_rollout
 from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, known_scores
@@ -102,7 +102,7 @@ from modeling.model import adapter_weights, backbone, chunk_size, image_weights,
 from modeling.packing import balanced_groups, micro_batches, minibatches, pack
 from modeling.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, unwrapped, walk
 from plan import settings_by_memory
-from rewards import TRAINER_STATE, RewardError, own_functions, score
+from rewards import TRAINER_STATE, RewardError, functions_of_domain, score
 from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import gpu
 from runlog.log import RunLog, clock, close_all, describe, evaluation_rows, name_run, step_rows
@@ -242,12 +242,14 @@ class PromptSampler:
     marks as hard, or that `memory` does. `memory` is this rank's dict; `after_rollout` (section 3) can fill it.
     """
 
-    def __init__(self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None):
+    def __init__(
+        self, num_rows: int, prompts_per_step: int, seed: int, rank=0, world_size=1, memory=None, rows=(), order=None
+    ):
         data.check_step_size(num_rows, prompts_per_step, world_size)
         self.num_rows, self.prompts_per_step, self.seed = num_rows, prompts_per_step, seed
-        self.rank, self.share, self.rows = rank, prompts_per_step // world_size, ()  # `start` sets rows
+        self.rank, self.share, self.rows = rank, prompts_per_step // world_size, rows
         self.memory = {} if memory is None else memory
-        self.order = data.Order([num_rows], [1], prompts_per_step, seed)  # `start` sets that of all domains
+        self.order = order or data.Order([num_rows], [1], prompts_per_step, seed)  # with --domains `start` gives one
 
     def next(self, step: int) -> list[int]:
         """This rank's row numbers for a training step, counted from 0."""
@@ -354,7 +356,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
 
     cfg.purpose: "train", "eval" or "baseline". versions: a range of the weights that may have sampled the tokens.
     """
-    functions = own_functions(reward_functions, cfg)
+    functions = functions_of_domain(reward_functions, cfg)
 
     async def sample_and_score(call_cfg: TrainConfig) -> list[Trajectory]:
         trajectories = await rollouts.call_rollout(row, generator, call_cfg)
@@ -368,7 +370,9 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         try:
             await asyncio.gather(*work)
         except RewardError as error:
-            trajectories = [failed_trajectory(t.row, t.group, error) for t in trajectories]
+            trajectories = [
+                t if "failure" in t.info else failed_trajectory(t.row, t.group, error) for t in trajectories
+            ]
         for trajectory in trajectories:
             trajectory.info["sampled_at"] = sampled_at
         return trajectories
@@ -408,7 +412,7 @@ def collect(rows: Sequence[dict], groups: list, counts: dict, cfg: TrainConfig) 
     if cfg.dynamic_sampling:
         numbers = {f"dynamic_sampling/{name}": n for name, n in counts.items()}
     else:
-        numbers = {"rollout/rows_left_out": counts["resampled"]}
+        numbers = {"rollout/rows_left_out": counts["resampled"]}  # whose prompts are too long
     numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, scored))
     metrics = check_failed(groups, cfg, numbers)
     groups, balance_metrics = balanced_groups(scored)
@@ -438,10 +442,10 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, c
     """Fills in the log-probs that are needed before the first update. With one update per step and nothing that reads
     them, the ratio is 1 by construction and the policy makes no extra forward pass."""
     needed = needs(cfg)
-    # The ratio of later updates; see `pi_old` (section 7).
+    # Later updates have a ratio pi / pi_old.
     ratio_moves = cfg.num_iterations * cfg.num_minibatches > 1 and cfg.old_logprobs == "recompute"
-    read = bool(needed & {"old_logprobs", "entropy", "sum_pi_squared"}) or cfg.kl_in_reward
-    if ratio_moves or read or cfg.top_entropy_quantile < 1:
+    are_read = bool(needed & {"old_logprobs", "entropy", "sum_pi_squared"}) or cfg.kl_in_reward
+    if ratio_moves or are_read or cfg.top_entropy_quantile < 1:
         outputs = all_logprobs(policy, batch, cfg)
         batch.old_logprobs, batch.entropy = outputs["logprobs"], outputs["entropy"]
         batch.sum_pi_squared = outputs["sum_pi_squared"]
@@ -451,6 +455,24 @@ def add_logprobs(batch: Batch, policy: nn.Module, reference: nn.Module | None, c
         unrouted = replace(batch, routed_experts=None)  # the reference chooses its experts itself
         with unwrapped(policy).model.disable_adapter():
             batch.ref_logprobs = all_logprobs(policy, unrouted, cfg)["logprobs"]
+
+
+def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
+    """log pi_old, chosen by --old_logprobs.  [B, T]
+
+    The loss has the ratio pi / pi_old, and `correction` multiplies it by pi_old / mu, where mu is the generator. Unless
+    one of them is clipped, the product is pi / mu for every choice:
+
+    recompute     pi before the step's first update
+    sampler       mu, so the correction is 1
+    interpolate   n / (n + 1) of the way from mu to pi, for a token from weights n steps old (AReaL)
+    current       pi, so the ratio is 1; also the fallback of sampler and interpolate for tokens without mu
+    """
+    now, sampled = logprobs.detach(), part.sampling_logprobs
+    if cfg.old_logprobs in ("sampler", "interpolate"):
+        lag = (part.step - part.versions).clamp(min=0) if cfg.old_logprobs == "interpolate" else 0  # [B, T]
+        return (sampled + lag / (lag + 1) * (now - sampled)).where(~sampled.isnan(), now)
+    return now if part.old_logprobs is None or cfg.old_logprobs == "current" else part.old_logprobs
 
 
 @torch.no_grad()
@@ -497,11 +519,11 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
 #
 #     mine.needs = ("entropy",)     fields of Batch that are computed only on demand: ref_logprobs, entropy,
 #                                   sum_pi_squared, baselines, teacher_logprobs, teacher_top; old_logprobs, of the
-#                                   policy before the step's first update (a loss has `pi_old`, section 7, under this
+#                                   policy before the step's first update (a loss has `pi_old`, section 4, under this
 #                                   name without asking); and for `prepare` current_logprobs, of before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
 #                                   or all ranks, and comes as batch.extras[name], in a loss the micro-batch's rows.
-#                                   With current_logprobs its old_logprobs are those of the loss, too
+#                                   With current_logprobs its old_logprobs are `pi_old`, too
 #     mine.check = function         (cfg) -> why it does not work with these settings, or None
 #     mine.compares_group = False   an advantage that works with one completion per prompt
 
@@ -552,7 +574,7 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """Edit me: excludes completions and tokens from the loss. A completion is removed from loss_mask, so no mean of the
     loss counts it (but --loss_agg constant); the mean and std of its group did. Returns {name: numbers to log}."""
-    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # as in `has_signal`
+    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # for bounds
     means = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     bounds = [cfg.of(t.row).group_mean_bounds for t in trajectories]
     # Neither too hard nor too easy: without --dynamic_sampling, or where nothing better was drawn.
@@ -705,8 +727,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B], bool. A critic, which is updated before there are advantages, learns from every row.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
-    # Called in place of the policy. Its `backward` is loss.backward() in two stages: to the log-probs and, only if any
-    # has a gradient, on through the model.
+    # Called in place of the policy. What it returns are leaves: the loss's gradient stops there, and goes on through the
+    # model if it is not 0 on every rank. So a KL term counts in passes without a learning row, too.
     two_stage = TwoStageBackward(policy)
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
@@ -745,8 +767,7 @@ def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
     num_tokens, num_sequences = utils.all_sum(torch.tensor([float(num_tokens), float(num_sequences)])).tolist()
     counts = dict(num_tokens=num_tokens, num_sequences=num_sequences, max_tokens=cfg.max_completion_length)
     if cfg.loss_agg == "prompt_mean":
-        _, size = group_index(batch.groups)  # [B] completions of the row's prompt
-        counts["num_tokens"] = (group_mean(batch.loss_mask.sum(1), batch.groups) * size)[:, None]
+        counts["num_tokens"] = group_sum(batch.loss_mask.sum(1), batch.groups)[:, None]
     return token_weights(batch.loss_mask, cfg.loss_agg, **counts), num_tokens
 
 
@@ -779,24 +800,6 @@ def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor,
     return loss, stats
 
 
-def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
-    """log pi_old, chosen by --old_logprobs.  [B, T]
-
-    The loss has the ratio pi / pi_old, and `correction` multiplies it by pi_old / mu, where mu is the generator. Unless
-    one of them is clipped, the product is pi / mu for every choice:
-
-    recompute     pi before the step's first update
-    sampler       mu, so the correction is 1
-    interpolate   n / (n + 1) of the way from mu to pi, for a token from weights n steps old (AReaL)
-    current       pi, so the ratio is 1; also the fallback of sampler and interpolate for tokens without mu
-    """
-    now, sampled = logprobs.detach(), part.sampling_logprobs
-    if cfg.old_logprobs in ("sampler", "interpolate"):
-        lag = (part.step - part.versions).clamp(min=0) if cfg.old_logprobs == "interpolate" else 0  # [B, T]
-        return (sampled + lag / (lag + 1) * (now - sampled)).where(~sampled.isnan(), now)
-    return now if part.old_logprobs is None or cfg.old_logprobs == "current" else part.old_logprobs
-
-
 def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     """The weight of each token's policy loss, w = trainer / generator, without gradient.  [B, T]
 
@@ -804,10 +807,11 @@ def correction(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> Tensor:
     per sequence, and clamped to its bounds or set to 0 outside them (TIS, IcePop). It is also 0 for what
     --reject_bounds and --off_policy_threshold leave out.
     """
-    # batch.old_logprobs is pi_old here. If that is mu itself (sampler), d compares pi with mu, for --reject_by.
+    # batch.old_logprobs is pi_old here. If that is mu itself (sampler), the ratio contains the correction, and pi is
+    # compared with mu for --reject_by alone.
     trainer = logprobs.detach() if cfg.old_logprobs == "sampler" else batch.old_logprobs
     d, w = mismatch(trainer, batch, cfg)  # log(trainer / generator) per token; exp(d), or of its sum over the sequence
-    if cfg.correction == "none" or cfg.old_logprobs == "sampler":  # sampler: the ratio contains the correction
+    if cfg.correction == "none" or cfg.old_logprobs == "sampler":
         w = torch.ones_like(w)
     elif cfg.correction_mode == "mask":
         w = w.where((w >= cfg.correction_min) & (w <= cfg.correction_max), 0)
@@ -840,7 +844,9 @@ class Policy(nn.Module):
         self.entropy_gradient |= getattr(own_term, "entropy_gradient", False)
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
-            take_packed_rows(self.hf_model)  # its attention reads the segments that `packed` names in a pass
+            take_packed_rows(
+                self.hf_model
+            )  # patches its attention: within `packed` a completion sees its prompt and itself
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         # Empty for a model of text alone:
         self.never = vision.placeholder_tokens(model.config)  # tokens that stand for images, never sampled
@@ -918,11 +924,11 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     for layer in layers if cfg.compile and trained else ():
         layer.compile(dynamic=True)  # in place, before sharding; lengths differ between passes
     precision = dict(param_dtype=getattr(torch, cfg.compute_dtype), reduce_dtype=torch.float32)
-    # Empties the policy. receive(module) then allocates the module on `device` with rank 0's values, unless it has
-    # them; with --load_in it is the adapters alone that are received.
-    receive = share_adapters if cfg.load_in else parameters.emptied(policy, device)
+    # Empties the policy. fill_from_rank_0(module) then allocates a module on `device` with rank 0's values, unless it
+    # has them; with --load_in only adapters need rank 0's values.
+    fill_from_rank_0 = share_adapters if cfg.load_in else parameters.emptied(policy, device)
     if cfg.strategy == "ddp":
-        receive(policy)
+        fill_from_rank_0(policy)
         if not trained or utils.world_size() == 1:
             return policy
         devices = None if device.index is None else [device.index]
@@ -932,7 +938,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
         return FSDP(
             policy,
             auto_wrap_policy=CustomPolicy(lambda module: module in layers),
-            param_init_fn=partial(receive, recurse=False),
+            param_init_fn=partial(fill_from_rank_0, recurse=False),
             mixed_precision=fsdp.MixedPrecision(**precision, cast_forward_inputs=True),  # PEFT makes some float32
             use_orig_params=True,
             device_id=device,
@@ -945,7 +951,7 @@ def shard(policy: Policy, cfg: TrainConfig, device: torch.device, trained: bool)
     # reduced once. Input embeddings are a unit by themselves, unless tied to the output layer.
     tied = last is not None and last.weight is first.weight
     for module in [*layers, *([] if tied else [first]), policy]:
-        receive(module)
+        fill_from_rank_0(module)
         fully_shard(module, **how)
     if not tied:
         first.set_unshard_in_backward(False)  # the gradient of a lookup does not need the weights
@@ -1127,13 +1133,13 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
     home = device  # where models are loaded
     home = colocate.home(cfg, device)  # with --colocate the CPU; the server sleeps from here on
-    sizes, cfg = rollouts.group_sizes(rows, cfg), utils.computable(cfg, device)  # completions of each row
+    cfg, sizes = utils.computable(cfg, device), rollouts.group_sizes(rows, cfg)  # numbers of completions of the rows
     # Chooses --tokens_per_microbatch and --gradient_checkpointing, unless given, by the memory that is free.
     cfg = settings_by_memory(empty_policy, cfg, sizes, device, critic=make_critic is not None)
     memory, sampler = {}, None  # memory: shared by after_rollout and the sampler
     if not cfg.eval_only:
-        sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory)
-        sampler.rows, sampler.order = rows, data.Order.of(rows, cfg)
+        order = data.Order.of(rows, cfg)
+        sampler = PromptSampler(len(rows), cfg.prompts_per_step, cfg.seed, rank, world, memory, rows, order)
     cfg = replace(cfg, run_name=utils.gather_objects(name_run(cfg))[0])
     run_dir = Path(cfg.output_dir).resolve() / cfg.run_name  # a tool may change the working directory
     # The lock of the run's folder; steps done so far; a fingerprint of settings and rows to check when resuming.
@@ -1169,7 +1175,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     run.size = gpu.size_of(partial(empty_policy, cfg), device)
     # Compares packed rows with plain ones (returns cfg without --shared_prefix if they differ), pushes, and compares
     # the generator's log-probs with the policy's.
-    return first_push(run, cfg, all_logprobs, push_weights), run
+    cfg = first_push(run, cfg, all_logprobs, push_weights)
+    return cfg, run
 
 
 def setup(cfg: TrainConfig) -> tuple[TrainConfig, dict, object, Sequence[dict], list[dict]]:

@@ -79,7 +79,7 @@ def show_group(script, row: dict, given, cfg, processor, reward_functions: dict)
     group. Without any, the prompt's tokens alone."""
     import torch
 
-    from rewards import own_functions, score
+    from rewards import functions_of_domain, score
 
     texts = None if given.hand else given.completion or [""]
     own = replace(cfg.of(row), num_generations=given.sample or len(texts or [""]), kl_in_reward=False)
@@ -98,7 +98,7 @@ def show_group(script, row: dict, given, cfg, processor, reward_functions: dict)
     print(f"\nprompt, {len(prompt)} tokens:\n{pieces(prompt, processor)}")
     if not (given.completion or given.sample or given.hand):
         return
-    asyncio.run(score(trajectories, own_functions(reward_functions, own), own))
+    asyncio.run(score(trajectories, functions_of_domain(reward_functions, own), own))
     batch = script.collate(trajectories, 0, torch.device("cpu"))
     script.shape_rewards(batch, own, {})
     script.add_advantages(batch, own)
