@@ -36,10 +36,9 @@ Shapes: B completions (this rank's share of a step), T tokens of the longest pro
 vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
 [B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights (0 for
-one that an advantage of yours alone reads),
-`shaped_scores` [B] the scores after `shape_rewards` (section 5). In forward passes and losses a row may be part of a
-completion: one whose context starts anew, as an agent's may, becomes several rows (`split_restarts`). With --domains
-`cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
+one that an advantage of yours alone reads), `shaped_scores` [B] the scores after `shape_rewards` (section 5). In
+forward passes and losses a row may be part of a completion: one whose context starts anew, as an agent's may, becomes
+several rows (`split_restarts`). With --domains `cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
@@ -574,7 +573,8 @@ def add_advantages(batch: Batch, cfg: TrainConfig) -> dict:
 def leave_out(batch: Batch, trajectories: list[Trajectory], cfg: TrainConfig) -> dict:
     """Edit me: excludes completions and tokens from the loss. A completion is removed from loss_mask, so no mean of the
     loss counts it (but --loss_agg constant); the mean and std of its group did. Returns {name: numbers to log}."""
-    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)  # for bounds
+    # In float64, to be compared with bounds.  [B]
+    scores = torch.tensor([sum(t.token_rewards) for t in trajectories], dtype=torch.float64)
     means = group_mean(scores, batch.groups.cpu()).tolist()  # [B]
     bounds = [cfg.of(t.row).group_mean_bounds for t in trajectories]
     # Neither too hard nor too easy: without --dynamic_sampling, or where nothing better was drawn.
@@ -727,8 +727,8 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     # [B], bool. A critic, which is updated before there are advantages, learns from every row.
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
-    # Called in place of the policy. What it returns are leaves: the loss's gradient stops there, and goes on through the
-    # model if it is not 0 on every rank. So a KL term counts in passes without a learning row, too.
+    # Called in place of the policy. What it returns are leaves: the loss's gradient stops there, and goes on through
+    # the model unless it is 0 on every rank. So a KL term counts in passes without a learning row, too.
     two_stage = TwoStageBackward(policy)
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
@@ -844,9 +844,8 @@ class Policy(nn.Module):
         self.entropy_gradient |= getattr(own_term, "entropy_gradient", False)
         self.offload, self.float32 = cfg.offload_activations, cfg.head_dtype == "float32"
         if cfg.shared_prefix:
-            take_packed_rows(
-                self.hf_model
-            )  # patches its attention: within `packed` a completion sees its prompt and itself
+            # Changes its attention: within `packed` (see `forward`) a completion sees its prompt and itself.
+            take_packed_rows(self.hf_model)
         self.routing, self.balance = router_replay.of(self.hf_model, cfg) if self.replays else (None, None)
         # Empty for a model of text alone:
         self.never = vision.placeholder_tokens(model.config)  # tokens that stand for images, never sampled

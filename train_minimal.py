@@ -56,7 +56,7 @@ class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by 
     max_steps: int = 30  # training steps
     eval_steps: int | None = 10  # evaluates every so many steps, before the first and after the last; none: never
     eval_generations: int = 4  # completions of each held-out row, at the same temperature
-    logprob_diff_limit: float = 0.2  # the run ends after its first step if the mean |trainer - generator| exceeds it
+    logprob_diff_limit: float = 0.2  # mean |trainer - generator| of log-probs that ends the run after its first step
     seed: int = 42  # seeds the order of prompts, a data set that is a function, and sampling with --generator hf
     output_dir: str = "runs"  # the run's folder is made here
     run_name: str | None = None  # name of the run's folder, a new one; if unset, made of model and time
@@ -97,7 +97,8 @@ def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
 
 
 def rows_of_step(rows: list[dict], step: int, cfg: Settings) -> list[dict]:
-    """This rank's share of a step, which ranks divide evenly. All of them shuffle alike, anew in each epoch."""
+    """This rank's share of a step: parse_args refuses a prompts_per_step that ranks cannot divide evenly. All ranks
+    shuffle alike, anew in each epoch."""
     epoch, place = divmod(step, len(rows) // cfg.prompts_per_step)
     order = np.random.default_rng([cfg.seed, epoch]).permutation(len(rows))
     numbers = order[place * cfg.prompts_per_step : (place + 1) * cfg.prompts_per_step]
@@ -120,11 +121,11 @@ async def sample(
     """`count` completions of each row, those of the first row first, by the weights after exactly `step` steps; and
     their scores, [rows, count] float64.  generator: VLLMClient or HFGenerator; rewards: functions by name"""
     if cfg.generator == "hf":
-        generator.seed(hash((cfg.seed, step, count, dist.get_rank())))  # not shifted by evaluations
+        generator.seed(hash((cfg.seed, step, count, dist.get_rank())))  # whatever was sampled before
     prompts = [prompt_ids(row, generator.tokenizer, cfg) for row in rows]  # in the model's chat template
     # From softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
     how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
-    completions = await asyncio.gather(*(generator.generate(prompt, **how) for prompt in prompts))  # as one batch
+    completions = await asyncio.gather(*(generator.generate(prompt, **how) for prompt in prompts))  # `hf` makes a batch
     trajectories: list[Trajectory] = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         utils.check_fresh(group, range(step, step + 1), cfg.generator)  # an error if other weights sampled any token
@@ -266,8 +267,8 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 
 def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """A line of metrics.jsonl and of the terminal: means of `values` over all ranks, and `metrics`. step: steps done.
-    The tenth is logged as 10, though the weights after 9 sampled it; an evaluation at 10 has the weights after 10."""
+    """A line of metrics.jsonl and of the terminal: means of `values`, those of all ranks together, and `metrics`. step:
+    done so far. The tenth is logged as 10, but sampled by the weights after 9; an evaluation at 10 by those after 10."""
     line = {name: float(utils.global_mean(value)) for name, value in values.items()} | metrics
     if dist.get_rank() == 0:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
