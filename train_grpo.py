@@ -35,10 +35,11 @@ Deliberate differences from the papers and from TRL:
 Shapes: B completions (this rank's share of a step), T tokens of the longest prompt + completion, N sampled tokens, V
 vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
-[B, functions] is what each of --reward_funcs returned (0 for None), `scores` [B] their sum by --reward_weights (0 for
-one that an advantage of yours alone reads), `shaped_scores` [B] the scores after `shape_rewards` (section 5). In
-forward passes and losses a row may be part of a completion: one whose context starts anew, as an agent's may, becomes
-several rows (`split_restarts`). With --domains `cfg.of(row)` is the config of a data row's domain; otherwise it is cfg.
+[B, functions] is what each of --reward_funcs returned (0 for None, inf in a demonstration), `scores` [B] their sum by
+--reward_weights (0 for one that an advantage of yours alone reads), `shaped_scores` [B] the scores after
+`shape_rewards` (section 5). In forward passes and losses a row may be part of a completion: one whose context starts
+anew, as an agent's may, becomes several rows (`split_restarts`). With --domains `cfg.of(row)` is the config of a data
+row's domain; otherwise it is cfg.
 """
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
@@ -73,25 +74,30 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 # isort: off
-import data
+# What algorithms and rollouts are made of:
 import rollouts
 import utils
 from algorithms import checks
-from algorithms import teachers
 from algorithms.advantages import MORE_ADVANTAGES, largest, normalised_rewards, sizes_of_advantages
 from algorithms.correction import mismatch, mismatch_statistics, not_rejected
-from algorithms.distillation import rewards_count
 from algorithms.losses import MORE_KL, MORE_LOSSES, has_no_ratio
-from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
-from algorithms.silent import TwoStageBackward
 from batch import Batch, add_statistics, center_by_group, clip_stats, clipped_surrogate, collate, differ, group_mean
 from batch import group_std, group_sum, log_ratio, merge_restarts, record, row_sum, sequence_ratio, split_restarts
 from batch import spread, start_record
 from batch import by_turn, group_index, normalize, returns_to_go, row_mean, turn_returns, whiten  # noqa: F401 - for you
-from inputs import vision
 from inputs.processor import load_processor  # noqa: F401 - for after_rollout
 from inputs.trajectory import Trajectory, empty_trajectory, failed_trajectory, known_scores
 from inputs.trajectory import without_failed, without_unscored
+from rewards import TRAINER_STATE, RewardError, functions_of_domain, score
+from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
+
+# What carries them:
+import data
+from algorithms import teachers
+from algorithms.distillation import rewards_count
+from algorithms.optimizers import adapt, check_optimizer, lr_at, make_by_name
+from algorithms.silent import TwoStageBackward
+from inputs import vision
 from modeling import agreement
 from modeling import parameters
 from modeling import router_replay
@@ -101,8 +107,6 @@ from modeling.model import adapter_weights, backbone, chunk_size, image_weights,
 from modeling.packing import balanced_groups, micro_batches, minibatches, pack
 from modeling.parameters import clean_name, full, gathered, move_towards, parameters_of, rounded, unwrapped, walk
 from plan import settings_by_memory
-from rewards import TRAINER_STATE, RewardError, functions_of_domain, score
-from rollouts import ROLLOUTS  # noqa: F401 - for an entry of yours
 from runlog import gpu
 from runlog.log import RunLog, clock, close_all, describe, evaluation_rows, name_run, step_rows
 from runlog.rollout_metrics import check_failed, counts_by_origin, eval_metrics, rollout_metrics
@@ -335,8 +339,9 @@ async def sample_rows(
         """The group that stays, whether it should have been replaced as well, and how many groups it replaced."""
         (group, replace_it), replaced = await sample(first[place]), 0
         for number in further[place :: len(first)]:
-            if replace_it:
-                (group, replace_it), replaced = await sample(number), replaced + 1
+            if not replace_it:
+                break
+            (group, replace_it), replaced = await sample(number), replaced + 1
         return group, replace_it, replaced
 
     groups, unreplaced, replaced = zip(*await asyncio.gather(*map(sample_place, range(len(first)))), strict=True)
@@ -364,7 +369,7 @@ async def rollout(row: dict, generator, reward_functions: dict, cfg: TrainConfig
         if versions is not None:
             utils.check_fresh(played, versions, cfg.generator)
         scoring = asyncio.ensure_future(score(played, functions, call_cfg))  # fills in token_rewards and info
-        work = [scoring]
+        work = [scoring]  # and with a teacher's server:
         work.append(teachers.tell(played, generator, call_cfg, scoring))  # waits for the scores if it needs them
         try:
             await asyncio.gather(*work)
@@ -413,7 +418,7 @@ def collect(rows: Sequence[dict], groups: list, counts: dict, cfg: TrainConfig) 
     else:
         numbers = {"rollout/rows_left_out": counts["resampled"]}  # whose prompts are too long
     numbers["rollout/unrewarded"] = sum(map(len, played)) - sum(map(len, scored))
-    metrics = check_failed(groups, cfg, numbers)
+    metrics = check_failed(groups, cfg, numbers)  # sums over ranks; RolloutError if too many failed
     groups, balance_metrics = balanced_groups(scored)
     for number, group in enumerate(groups):
         for trajectory in group:
@@ -503,8 +508,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
     inputs, at_rows, at_columns, targets = pack(batch, cfg)
     outputs = policy(inputs, at_rows, at_columns, targets, cfg.temperature)  # [N] or [N, ...] each
     outputs = teachers.parted(outputs, targets)  # [N, 1 + k] -> "logprobs" [N], "of_teacher_top" [N, k]
-    empty = batch.loss_mask.shape  # [N, ...] -> [B, T, ...]
-    return {name: x.new_zeros(*empty, *x.shape[1:]).index_put(where, x) for name, x in outputs.items()}
+    shape = batch.loss_mask.shape  # [N, ...], or a scalar -> [B, T, ...]
+    return {name: x.new_zeros(*shape, *x.shape[1:]).index_put(where, x) for name, x in outputs.items()}
 
 
 # ==== 5 advantages: (batch, cfg) -> [B, T], or ([B, T], numbers to log) =============================================
@@ -521,7 +526,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
 #                                   policy before the step's first update (a loss has `pi_old`, section 4, under this
 #                                   name without asking); and for `prepare` current_logprobs, of before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
-#                                   or all ranks, and comes as batch.extras[name], in a loss the micro-batch's rows.
+#                                   or all ranks, an advantage's once a step, a loss's before each update of its rows.
+#                                   It comes as batch.extras[name], in a loss the micro-batch's rows.
 #                                   With current_logprobs its old_logprobs are `pi_old`, too
 #     mine.check = function         (cfg) -> why it does not work with these settings, or None
 #     mine.compares_group = False   an advantage that works with one completion per prompt
@@ -1130,8 +1136,8 @@ def start(cfg: TrainConfig, make_critic: Callable | None) -> tuple[TrainConfig, 
     cfg, reward_functions, processor, rows, held_out = setup(cfg)
     getattr(make_critic, "check", lambda *_: None)(cfg, processor)  # ConfigError for settings it cannot work with
     rank, world, device = utils.init_distributed(cfg.dist_timeout)
-    home = device  # where models are loaded
-    home = colocate.home(cfg, device)  # with --colocate the CPU; the server sleeps from here on
+    home = device  # where models are loaded; with --colocate:
+    home = colocate.home(cfg, device)  # the CPU; the server sleeps from here on
     cfg, sizes = utils.computable(cfg, device), rollouts.group_sizes(rows, cfg)  # numbers of completions of the rows
     # Chooses --tokens_per_microbatch and --gradient_checkpointing, unless given, by the memory that is free.
     cfg = settings_by_memory(empty_policy, cfg, sizes, device, critic=make_critic is not None)

@@ -268,7 +268,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
     """A line of metrics.jsonl and of the terminal: means of `values`, those of all ranks together, and `metrics`. step:
-    done so far. The tenth is logged as 10, but sampled by the weights after 9; an evaluation at 10 by those after 10."""
+    so many are done. The tenth has number 10 and samples of the weights after 9; an evaluation at 10, of later ones."""
     line = {name: float(utils.global_mean(value)) for name, value in values.items()} | metrics
     if dist.get_rank() == 0:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:

@@ -138,6 +138,9 @@ def compared(steps: list[list[dict]]) -> int:
                 break
             print(f"not the same {way} as in one pass{when}: {found}\n{PARTS}")
             return 1
+    if plain[0]["grad_norm"] == 0:
+        print("not tested: in these steps the gradient is 0, as if all completions of a prompt had scored the same")
+        return 1
     print(f"grad_norm {plain[0]['grad_norm']:.6g}: the same {', '.join(ways)}")
     if turns := plain[0].get("turns/mean"):
         print(f"(of completions of {turns:.3g} turns on average)")  # 1: a rollout's later turns have not been tried
