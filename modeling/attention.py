@@ -10,6 +10,7 @@ segments of different lengths. When a run starts it tries whether its model take
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -27,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import utils
 
 PACKED = "packed, "  # prefix, in a config, to the name of the attention that computes the segments
+# Fewer heads of keys than of queries: torch 2.11 takes them without a flag, later versions need one.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 
 Segment = tuple[int, int | None]
 
@@ -173,6 +176,6 @@ def attend_in_one_call(query, key, value, mask: PackedMask, scaling: float | Non
     # In fp32, so that the gradient of a prompt's keys is summed over its completions in fp32.  [K, kv heads, D]
     key, value = (x.float().index_select(0, places).to(x.dtype) for x in (key, value))
     longest = [max(size for size, _ in mask.row.shapes), max(map(sum, mask.row.shapes))]
-    kwargs = dict(scale=scaling, window_size=(mask.window - 1 if mask.window else -1, 0), enable_gqa=True)
+    kwargs = dict(scale=scaling, window_size=(mask.window - 1 if mask.window else -1, 0), **GROUPED)
     out = varlen.varlen_attn(query, key, value, *ends, *longest, **kwargs)  # [L, heads, D]
     return out[None, :, :, :width]
