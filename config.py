@@ -49,6 +49,7 @@ class NotNow(ConfigError):
 
 
 Tracker = Literal["wandb", "tensorboard", "trackio", "swanlab", "mlflow"]
+LossAgg = Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"]
 
 # A field that is no flag: set by code, or a constant of one published loss. Redeclared above CONFIG, it becomes one.
 NO_FLAG = {"flag": False}
@@ -178,7 +179,7 @@ class TrainConfig:
     lam: float = field(default=1.0, metadata=NO_FLAG)  # for train_ppo.py, where it is a flag
     critic_warmup: int = field(default=0, metadata=NO_FLAG)  # likewise
     policy_loss: str = "ppo"  # name in POLICY_LOSSES (train_grpo.py)
-    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"] = "seq_mean"  # weights of tokens
+    loss_agg: LossAgg = "seq_mean"  # weights of tokens
     epsilon: float = 0.2  # lower clip: a token with A < 0 has no gradient once its ratio is below 1 - epsilon
     epsilon_high: float = 0.2  # upper clip: a token with A > 0 has none above 1 + epsilon_high (DAPO: 0.28)
     dual_clip: float | None = None  # bound on the loss of a token with negative advantage (DAPO: 10)
@@ -384,9 +385,9 @@ POSITIVE = "prompts_per_step num_generations num_minibatches num_iterations max_
 POSITIVE += "max_prompt_length temperature learning_rate num_epochs max_steps eval_steps eval_generations "
 POSITIVE += "save_steps save_total_limit log_steps push_steps push_bucket_mb server_timeout request_timeout "
 POSITIVE += "agent_timeout agent_concurrency dist_timeout reward_timeout tool_timeout max_turns max_turn_length "
-POSITIVE += "max_tool_result lora_r lora_alpha tokens_per_microbatch logprob_chunk shard_size "
+POSITIVE += "max_tool_result lora_r lora_alpha tokens_per_microbatch rows_per_microbatch logprob_chunk shard_size "
 POSITIVE += "top_k max_grad_norm sapo_tau_pos sapo_tau_neg kl_target ref_sync_steps correction_max "
-POSITIVE += "critic_learning_rate critic_iterations value_clip rows_per_microbatch"
+POSITIVE += "critic_learning_rate critic_iterations value_clip gpus node_gpus gpu_memory tflops memory_bandwidth"
 NOT_NEGATIVE = "seed beta epsilon_high weight_decay warmup_steps eval_temperature resample_rounds "
 NOT_NEGATIVE += "print_samples_every min_completion_length distill_coef distill_topk router_aux_coef "
 NOT_NEGATIVE += "dppo_tau max_staleness"
@@ -409,10 +410,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     unit = world * cfg.num_minibatches
     if cfg.prompts_per_step % unit and not cfg.eval_only:
         low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
-        raise ConfigError(
+        message = (
             f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
-            f"minibatch(es); use {f'{low} or ' if low else ''}{high}."
         )
+        raise ConfigError(f"{message}minibatch(es); use {f'{low} or ' if low else ''}{high}.")
     for is_wrong, message in wrong_together(cfg):
         if is_wrong:
             raise ConfigError(message)
@@ -433,8 +434,7 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
          "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
         (c.ref_sync_steps and (c.use_peft or c.beta == 0),
-         "--ref_sync_steps moves a reference model: --beta 0 loads none, and with --use_peft it is the model without "
-         "adapters; leave it out."),
+         "--ref_sync_steps moves a reference model of its own, which --beta 0 and --use_peft have not; leave it out."),
         *((len(pair) != 2 or pair[0] > pair[1], f"--{name} {pair}: give two numbers, the lower first, such as 0 inf.")
           for name in ("group_mean_bounds", "reject_bounds") for pair in [getattr(c, name)]),
         (not re.fullmatch("(token|seq_mean|seq_sum|seq_max)_k[123]", c.reject_by),
@@ -448,14 +448,11 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.shard_size and c.strategy == "ddp",
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
         (c.strategy == "fsdp" and (c.compile or c.ref_sync_steps or c.use_peft and c.dtype != "float32"),
-         "--strategy fsdp: flat parameters do not work with --compile, with --ref_sync_steps, or with "
-         "--use_peft and a --dtype other than float32; use fsdp2 or ddp."),
+         "--strategy fsdp takes no --compile, no --ref_sync_steps, no --use_peft with --dtype bfloat16; use fsdp2."),
         (c.load_in and (not c.use_peft or c.push_lora == "folded" or c.offload or c.strategy == "fsdp"),
-         "--load_in 4bit: 4-bit weights are frozen, and nothing can be folded into them; add --use_peft, leave out "
-         "--push_lora folded and --offload, and take --strategy ddp or fsdp2."),
+         "--load_in 4bit: add --use_peft, leave out --push_lora folded and --offload; take --strategy ddp or fsdp2."),
         (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
-         "--load_in 4bit --strategy fsdp2 --generator hf: ranks finish sampling at different times, but gathering "
-         "shards needs all ranks at once; use a vLLM server, or --strategy ddp."),
+         "--load_in 4bit --strategy fsdp2: shards cannot sample in this process; use a server, or --strategy ddp."),
         (c.colocate and (c.generator == "hf" or int(os.environ.get("WORLD_SIZE", "1")) > 1 or c.push_steps > 1
                          or c.load_in or c.strategy != "ddp" and not c.offload),
          "--colocate: a server and one rank take turns on one GPU, and each step pushes all weights. Start one rank, "
@@ -555,9 +552,9 @@ def first_steps(cfg: TrainConfig) -> str:
     """What to type, for someone who started a script without flags and without a server's secret."""
     return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside
 a server on its own GPU, both with that secret: python vllm_server.py --model {cfg.model_id}
-Without a GPU: with a server (installs, makes a small model, trains it: 10 to 20 minutes), or in one process:
+Without a GPU: with a server (10 to 20 minutes), or in one process, with a small model:
   bash scripts/demo.sh
-  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
+  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct
   python {os.path.basename(sys.argv[0])} {cfg.first_run}"""
 
 
@@ -577,12 +574,8 @@ def field_help(cls: type) -> dict[str, tuple[str, str]]:
     Base classes come first."""
     help_of: dict[str, tuple[str, str]] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
-        try:
-            lines = inspect.getsource(base).splitlines()
-        except (OSError, TypeError):  # typed into an interpreter: works, without help texts
-            continue
         group, name, above = None, None, ""
-        for line in lines:
+        for line in inspect.getsource(base).splitlines():
             if ruler := re.fullmatch(r"\s*# --- (.+) ---", line):
                 group = ruler[1]
             if (declaration := re.match(r"    (\w+): ", line)) and declaration[1] in base.__annotations__:
@@ -741,9 +734,8 @@ def convert(name: str, annotation, value):
         if kind is dict:
             return dict(json.loads(value) if isinstance(value, str) else value)
         # YAML has booleans, lists and maps: str() would accept them all, and int(True) is 1.
-        if kind is bool or not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            raise ValueError
-        if kind is int and float(value) != int(float(value)):  # int("1e3") fails, and int(1.5) is 1
+        # int("1e3") fails, and int(1.5) is 1.
+        if kind is bool or type(value) not in (str, int, float) or kind is int and float(value) % 1 != 0:
             raise ValueError
         return int(float(value)) if kind is int else kind(value)
     except (TypeError, ValueError, OverflowError):

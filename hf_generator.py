@@ -56,11 +56,8 @@ def decode_attention(module, query, key, value, attention_mask, scaling, **optio
     return out.reshape(len(query), 1, -1, value.shape[-1]), None
 
 
-def use_decode_attention(model: torch.nn.Module) -> None:
-    """For models whose attention is SDPA's."""
-    AttentionInterface.register("decode", decode_attention)
-    AttentionMaskInterface.register("decode", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation("decode")
+AttentionInterface.register("decode", decode_attention)
+AttentionMaskInterface.register("decode", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def has_plain_cache(model: torch.nn.Module) -> bool:
@@ -121,7 +118,7 @@ class HFGenerator:
         self.model.eval().requires_grad_(False)
         attention = self.model.config._attn_implementation
         if self.device.type == "cpu" and attention == "sdpa" and self.model._can_set_attn_implementation():
-            use_decode_attention(self.model)
+            self.model.set_attn_implementation("decode")
 
     def _passes(self):
         """The context in which the model runs."""
@@ -168,10 +165,7 @@ class HFGenerator:
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         max_tokens = min(max_tokens, (self.window or math.inf) - len(prompt_ids))
         if max_tokens < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens, with its turns so far, does not fit the model's window of "
-                f"{self.window}; lower --max_prompt_length or --max_completion_length"
-            )
+            raise ValueError(f"{len(prompt_ids)} tokens leave no room in the window of {self.window}")
         options.pop("home", None)  # for servers
         loop = asyncio.get_running_loop()
         request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
@@ -350,11 +344,10 @@ class PolicyGenerator(HFGenerator):
         with torch.no_grad(), cast, evaluating(self.model):
             yield
 
-    def begin_push(self) -> None:
-        pass
+    def begin_push(self, *_) -> None:
+        """Nothing: the policy has its weights."""
 
-    def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
-        pass
+    send_bucket = begin_push
 
     def finish_push(self, version: int) -> None:
         self.version = version

@@ -58,9 +58,7 @@ def main(arguments: list[str]) -> None:
     port = listening.getsockname()[1]
     print(f"Runs in {given.folder.resolve()}: http://{HOST}:{port}/?token={token}   (Ctrl-C ends)", flush=True)
     # No access log: it would show the token.
-    config = uvicorn.Config(
-        app, ws="none", log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(app, ws="none", log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -28,6 +28,7 @@ class PlanConfig(TrainConfig):
     completion: int | None = None  # mean tokens of a completion; raises max_completion_length if above it
     overlap: bool = False  # train_async.py: sampling and update at the same time
     critic: bool = False  # train_ppo.py: a critic as large as the model
+    gradient_checkpointing: bool | None = True  # recompute activations: less memory, 1/3 slower
     tflops: float = 350.0  # 10^12 bfloat16 operations per second of a GPU; 350 is 40 % of an H100's
     memory_bandwidth: float = 2000.0  # GB/s of a GPU reading its memory; 2000 is 60 % of an H100's
 
@@ -37,8 +38,6 @@ class PlanConfig(TrainConfig):
         self.completion = self.completion or self.max_completion_length
         self.max_prompt_length = max(self.max_prompt_length, self.prompt)
         self.max_completion_length = max(self.max_completion_length, self.completion)
-        if self.gradient_checkpointing is None:
-            self.gradient_checkpointing = True
 
 
 CONFIG = parse_args(PlanConfig, description=__doc__.split("\n")[0]) if __name__ == "__main__" else None
@@ -222,9 +221,8 @@ def settings_for(
     if peak(need) <= usable:
         return choice, ""
     return choice, (
-        f"Warning: this needs about {peak(need) / GIB:.1f} GiB on a GPU, and {usable / GIB:.1f} GiB can be used "
-        f"(--strategy {cfg.strategy}, {ranks} rank(s), {choice.tokens_per_microbatch} tokens per micro-batch). "
-        "Less memory: --strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit; plan.py says what fits."
+        f"Warning: --strategy {cfg.strategy} on {ranks} rank(s) needs about {peak(need) / GIB:.1f} GiB of a GPU's "
+        f"{usable / GIB:.1f}. Less: --strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit (plan.py)."
     )
 
 
@@ -308,9 +306,11 @@ def split(cfg: PlanConfig, config, sizes: Sizes, server_gpus: int) -> dict:
     server = serve(choice, config, sizes, server_gpus, choice.sequences_per_step)
     sample, update = server["seconds"] if server else float("inf"), update_seconds(choice, sizes, ranks)
     step = max(sample, update) if cfg.overlap else sample + update
+    shards = f" --shard_size {cfg.shard_size}" if cfg.shard_size else ""
     return dict(
         cfg=choice, need=need, server=server, ranks=ranks, server_gpus=server_gpus, sample=sample,
         rest=update, step=step, fits=trains and bool(server), pace=choice.sequences_per_step / step,
+        strategy=f"{choice.strategy}{shards}" + " --offload" * choice.offload,
     )  # fmt: skip
 
 
@@ -408,14 +408,10 @@ def on_one_gpu(cfg: PlanConfig, config, sizes: Sizes) -> int:
 
 
 def check(cfg: PlanConfig) -> None:
-    for name in ("gpus", "node_gpus", "gpu_memory", "tflops", "memory_bandwidth"):
-        if not getattr(cfg, name) > 0:
-            raise ConfigError(f"--{name}={getattr(cfg, name)}: must be above 0.")
     if cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus:
         raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
     if cfg.gpus > cfg.node_gpus and (cfg.gpus % cfg.node_gpus or (cfg.server_gpus or 0) % cfg.node_gpus):
-        given_flags = f"--gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
-        raise ConfigError(f"{given_flags}: beyond --node_gpus={cfg.node_gpus}, give multiples of it (whole machines).")
+        raise ConfigError(f"--gpus and --server_gpus: beyond --node_gpus={cfg.node_gpus} give multiples of it.")
     if cfg.critic and cfg.overlap:
         raise ConfigError("--critic --overlap: train_async.py has no critic; plan one of them at a time.")
 
@@ -437,21 +433,16 @@ def main(cfg: PlanConfig) -> int:
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
     shares = [share for share in shares if (cfg.gpus - share) % (cfg.shard_size or 1) == 0]
     if not shares:
-        given_flags = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
-        raise ConfigError(f"{given_flags}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
+        raise ConfigError(f"--shard_size={cfg.shard_size} must divide the trainer's GPUs; give a smaller one.")
     plans = [split(cfg, config, sizes, share) for share in shares]
     best = max(plans, key=lambda plan: (plan["fits"], plan["pace"]))
     choice, server = best["cfg"], best["server"]
     print(f"{name}, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
-    strategy = (
-        choice.strategy + f" --shard_size {choice.shard_size}" * bool(choice.shard_size) + " --offload" * choice.offload
-    )
-    print(f"Trainer: {best['ranks']} GPUs, {strategy}, micro-batches of {choice.tokens_per_microbatch} tokens")
+    micro_batches = f"micro-batches of {choice.tokens_per_microbatch} tokens"
+    print(f"Trainer: {best['ranks']} GPUs, {best['strategy']}, {micro_batches}")
     print(table(best["need"], cfg))
     if server:
-        print(
-            f"Server: {best['server_gpus']} GPUs, {server['split']} a server, {server['at_once']} completions at once"
-        )
+        print(f"Server: {best['server_gpus']} GPUs, {server['split']} a server, {server['at_once']} completions each")
         print(f"  {'weights':<15}{server['weights'] / GIB:8.1f} GiB\n  {'KV cache':<15}{server['kv'] / GIB:8.1f} GiB")
     else:
         print(f"Server: the model and one completion do not fit on {best['server_gpus']} GPUs")
@@ -460,8 +451,7 @@ def main(cfg: PlanConfig) -> int:
     if len(plans) > 1:
         print("\nserver GPUs   trainer GPUs   strategy         peak GiB   s a step   completions/s")
     for plan in plans if len(plans) > 1 else ():
-        strategy = plan["cfg"].strategy + " --offload" * plan["cfg"].offload
-        row = f"{plan['server_gpus']:<14}{plan['ranks']:<15}{strategy:<17}{peak(plan['need']) / GIB:<11.1f}"
+        row = f"{plan['server_gpus']:<14}{plan['ranks']:<15}{plan['strategy']:<17}{peak(plan['need']) / GIB:<11.1f}"
         print(f"{row}{plan['step']:<11.1f}{plan['pace']:.2f}{'' if plan['fits'] else '   does not fit'}")
     if best["fits"]:
         print("\nTo type:\n\n" + "\n".join(commands(best, cfg)))

@@ -49,14 +49,9 @@ from config import ConfigError, function_path, known_name, load_function, requir
 from inputs.trajectory import LARGEST
 from safety.calls import run_limited
 from safety.results import UnusableResult, as_it_is, deep_copy, plain
-from scoring.text import (  # noqa: F401 - some are for reward functions elsewhere
-    answer_part,
-    completion_text,
-    exact_match,
-    last_number,
-    numbers,
-    tagged,
-)
+
+# Some are for reward functions elsewhere.
+from scoring.text import answer_part, completion_text, exact_match, last_number, numbers, tagged  # noqa: F401
 
 OVERLONG_BUFFER = 0.2  # last share of max_completion_length, over which `overlong` falls to -1: DAPO's 4,096 of 20,480
 
@@ -137,9 +132,9 @@ REWARDS: dict[str, Callable] = {
     "few_turns": Elsewhere("scoring.turns", "few_turns"),
     "instructions": Elsewhere("scoring.instructions", "instructions"),
 }
-for _function in REWARDS.values():  # none of them compares the completions of a group
-    if not isinstance(_function, Elsewhere):
-        _function.per_trajectory = True
+# None of these compares the completions of a group.
+for _function in (last_number, exact_match, overlong, zero, length):
+    _function.per_trajectory = True
 
 
 def get_reward_function(name_or_path: str) -> Callable:
@@ -229,8 +224,7 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             if turns is not None:
                 places, parts = turn_ends(trajectory.loss_mask), turns
                 if len(places) not in (0, len(turns)):
-                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}: text "
-                    fault += "with mask 0 has to stand between two turns"
+                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}"
                     raise reward_error(name, fault, arguments, index)
             for place, part in zip(places, parts, strict=bool(places)):
                 trajectory.token_rewards[place] += weight * part
@@ -295,11 +289,8 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if missing := [name for name in needed if name not in available]:
-        return (
-            f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the column "
-            "(format_row in the train script, or a function of yours as --dataset_id) or the parameter, give the "
-            "parameter a default, add the column to every row (None where it does not apply), or name another function."
-        )
+        only = ", ".join(sorted(available))
+        return f"needs {', '.join(missing)}, but there are only {only}. Add or rename a column (format_row)."
     return None
 
 

@@ -55,26 +55,14 @@ from train_grpo import Collector, Run, collect, last_token, sample_rows, setting
 def check(cfg: TrainConfig) -> None:
     """ConfigError, before anything is loaded, for settings that allow no overlap."""
     if cfg.max_staleness and cfg.generator == "hf":
-        raise ConfigError(
-            f"--max_staleness={cfg.max_staleness} --generator hf: the trainer's own process samples, so nothing can "
-            "overlap. Start vllm_server.py and use --generator vllm, or --max_staleness 0."
-        )
+        raise ConfigError("--generator hf: nothing can overlap; take --generator vllm, or --max_staleness 0.")
     if cfg.colocate:
-        raise ConfigError(
-            "--colocate has the server sleep while the trainer updates, so nothing can overlap; use train_grpo.py, or "
-            "give the server a GPU of its own."
-        )
-    limit = cfg.prompts_per_step * (1 + cfg.max_staleness)
-    if not cfg.prompts_per_step <= (cfg.in_flight or cfg.prompts_per_step) <= limit:
-        raise ConfigError(
-            f"--in_flight={cfg.in_flight}: give a number from --prompts_per_step={cfg.prompts_per_step} to "
-            f"{limit}; with more, groups would be older than --max_staleness={cfg.max_staleness} when their step comes."
-        )
+        raise ConfigError("--colocate has server and trainer take turns, so nothing can overlap; use train_grpo.py.")
+    fewest, most = cfg.prompts_per_step, cfg.prompts_per_step * (1 + cfg.max_staleness)
+    if not fewest <= (cfg.in_flight or fewest) <= most:
+        raise ConfigError(f"--in_flight={cfg.in_flight}: give a number from --prompts_per_step={fewest} to {most}.")
     if cfg.max_staleness + 1 < cfg.push_steps:
-        raise ConfigError(
-            f"--push_steps={cfg.push_steps} --max_staleness={cfg.max_staleness}: the weights that sample are up to "
-            f"{cfg.push_steps - 1} steps old; allow that with --max_staleness {cfg.push_steps - 1} or more."
-        )
+        raise ConfigError(f"--push_steps={cfg.push_steps} needs --max_staleness {cfg.push_steps - 1} or more.")
 
 
 @dataclass(eq=False)
@@ -103,8 +91,7 @@ class Ahead(Collector):
         self.waiting = [tuple(drawn) for drawn in memory["waiting"]]  # prompts that have not begun
         self.dropped, self.trained = set(memory["dropped"]), memory["trained"]
         if utils.is_main():
-            note = f"what began over {cfg.max_staleness} pushes ago is dropped"
-            print(f"  overlap                {in_flight} groups under way; {note}")
+            print(f"  overlap                {in_flight} groups under way, at most {cfg.max_staleness} pushes old")
         self.last_end, self.idle = time.perf_counter(), 0.0  # of any group; seconds without any under way
 
     def begin(self, version: int, cfg: TrainConfig) -> None:

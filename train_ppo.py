@@ -15,9 +15,7 @@ with a copy of train_grpo.py, copy this file as well, and replace `train_grpo` i
 
 # ruff: noqa: E402 - the command line is parsed before torch is imported, so that a wrong flag is reported at once
 
-from typing import Literal
-
-from config import knobs_of, parse_args
+from config import LossAgg, knobs_of, parse_args
 
 
 class TrainConfig(knobs_of("train_grpo")):  # includes any knobs that you add there
@@ -28,9 +26,7 @@ class TrainConfig(knobs_of("train_grpo")):  # includes any knobs that you add th
     # --- algorithm ---
     advantage: str = "gae"  # name in ADVANTAGES (train_grpo.py, and gae here)
     lam: float = 1.0  # GAE's lambda
-    loss_agg: Literal["token_mean", "seq_mean", "seq_sum", "constant", "prompt_mean"] = (
-        "token_mean"  # weights of tokens
-    )
+    loss_agg: LossAgg = "token_mean"  # weights of tokens
     beta: float = 0.001  # weight of the KL term; 0 loads no reference model
     kl: str = "k1"  # name in KL_ESTIMATORS (train_grpo.py)
     kl_in_reward: bool = True  # subtract beta * KL from each token's reward instead of adding it to the loss
@@ -136,10 +132,7 @@ class CriticTrainer:
     def check(cfg: TrainConfig, processor) -> None:
         """ConfigError, before any model is loaded, for a critic that is not used or has another vocabulary."""
         if cfg.advantage in WITHOUT_CRITIC:
-            raise ConfigError(
-                f"--advantage {cfg.advantage} reads no values of a critic (batch.values, batch.returns), which would "
-                "be trained for nothing: use train_grpo.py, or --advantage gae."
-            )
+            raise ConfigError(f"--advantage {cfg.advantage} reads no values of a critic; take train_grpo.py, or gae.")
         if cfg.strategy == "fsdp" and cfg.dtype != "float32":  # the value head is in float32
             raise ConfigError(f"--strategy fsdp --dtype {cfg.dtype}: its shards have one dtype; use fsdp2, or float32.")
         if cfg.critic_model_id:

@@ -137,8 +137,7 @@ class VLLMClient:
                     break
                 except ServerError as error:
                     if error.status in (401, 403):
-                        remedy = "give the token that it was started with, or printed, in VLLM_SERVER_TOKEN[_FILE]"
-                        raise ServerError(f"{url} refuses the token; {remedy}") from None
+                        raise ServerError(f"{url} refuses the token of VLLM_SERVER_TOKEN[_FILE]") from None
                     if time.monotonic() > end:
                         raise ServerError(f"{url} was not ready within {seconds:g} s: {error}") from None
                 time.sleep(0.3)
@@ -157,10 +156,7 @@ class VLLMClient:
             if not error.status:
                 raise
             if error.status not in (400, 500):
-                raise ServerError(
-                    f"{url} has no /collective_rpc; start vllm_server.py, or vllm serve with VLLM_SERVER_DEV_MODE=1 "
-                    "and the flags that docs/serving.md names"
-                ) from None
+                raise ServerError(f"{url} has no /collective_rpc; start it as docs/serving.md says") from None
         config = self._ask("GET", url + "/server_info?config_format=json")["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]
         return ServerInfo(
@@ -268,10 +264,7 @@ class VLLMClient:
         run, _, number = label.rpartition(":")
         is_ours = run == self.run if self.adapter is None else label == BASE
         if self.run is not None and not is_ours:
-            raise ServerError(
-                f"tokens were sampled by weights {label!r}, which run {self.run} has not pushed: the server was "
-                "restarted, or another run pushes to it. Give each run a server of its own, and resume this one."
-            )
+            raise ServerError(f"weights {label!r}: run {self.run} has not pushed them; a restarted or shared server?")
         return adapter_version if self.adapter is not None else int(number) if run else 0
 
     # ---- pushing -------------------------------------------------------------------------------------------------
@@ -286,10 +279,7 @@ class VLLMClient:
             return
         engines = {info.engine for info in infos}
         if engines not in ({"torch"}, {"nccl"}):
-            raise ServerError(
-                f"{' and '.join(self.urls)} take weights by {' and '.join(map(str, engines))}; start vllm_server.py, "
-                "or vllm serve with the flags that docs/serving.md names"
-            )
+            raise ServerError(f"{self.urls} take weights by {engines}; start vllm_server.py, or see docs/serving.md")
         self.engine = engines.pop()
         hosts = [wire.local_address(urlsplit(url).hostname) for url in self.urls]
         address = next((host for host in hosts if not host.startswith("127.") and host != "::1"), hosts[0])

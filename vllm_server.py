@@ -19,11 +19,12 @@ Training also works with `vllm serve` and the flags that docs/serving.md names. 
 
 import argparse
 import asyncio
+import contextlib
 import getpass
 import hmac
-import ipaddress
 import json
 import os
+import re
 import secrets as random_numbers
 import shutil
 import signal
@@ -93,16 +94,13 @@ STATUS = 1  # exit status of this process
 
 def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our arguments, those for vLLM alone). `token` is "" if one has to be made up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="hub id or folder")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; other than loopback wants a token")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token-file", help="file with the token; or VLLM_SERVER_TOKEN[_FILE]; else one is made up")
-    parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when the process that started this one has ended"
-    )
+    parser.add_argument("--exit-with-parent", action="store_true", help="end when the starting process has ended")
     args, vllm_args = parser.parse_known_args(argv)
     if args.token_file is not None:
         os.environ["VLLM_SERVER_TOKEN_FILE"] = args.token_file
@@ -113,19 +111,9 @@ def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(str(error))
     if has_token and not args.token:
         parser.error("the token is empty; leave --token-file and VLLM_SERVER_TOKEN out to have one made up")
-    if not has_token and not is_loopback(args.host):
-        parser.error(
-            f"--host {args.host} can be reached from other machines, so it wants a token of your choice: "
-            "VLLM_SERVER_TOKEN=T or --token-file FILE (or leave --host out to serve this machine only)"
-        )
+    if not has_token and not re.fullmatch(r"localhost|::1|127(\.\d+){3}", args.host):
+        parser.error(f"--host {args.host} wants a token of your choice: VLLM_SERVER_TOKEN=T or --token-file FILE")
     return args, vllm_args
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_free(host: str, port: int) -> None:
@@ -133,10 +121,7 @@ def check_free(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:
-        raise SystemExit(
-            f"vllm_server: cannot listen on {host}:{port} ({error}). If another server holds the port, stop it or pass "
-            "another --port."
-        ) from error
+        raise SystemExit(f"vllm_server: cannot listen on {host}:{port} ({error}); pass another --port") from error
 
 
 def our_arguments(user_args: list[str]) -> list[str]:
@@ -173,13 +158,10 @@ def our_arguments(user_args: list[str]) -> list[str]:
 
 def end_children() -> None:
     """Kill all child processes except multiprocessing's resource tracker, which cleans up and ends by itself."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        try:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
             if not any("resource_tracker" in word for word in child.cmdline()):
                 child.kill()
-        except psutil.Error:  # it has ended
-            continue
 
 
 def when_parent_ends(parent: int, then) -> None:

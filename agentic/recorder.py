@@ -119,8 +119,7 @@ class Conversation:
         except Exception as error:  # templates and decoders may raise anything
             raise Refused(f"the messages of this call cannot be shown to the model: {error!r:.500}") from error
         if room < 1:
-            budget = f"--max_prompt_length + --max_completion_length = {limit}"
-            fault = f"this conversation has {len(prompt.token_ids)} tokens; the most are {budget}"
+            fault = f"this conversation has {len(prompt.token_ids)} tokens, all that prompt and completion may have"
             raise Refused(fault, code="context_length_exceeded")
         if max_tokens < 1:
             raise Refused(f"max_tokens is {requested}; give a number from 1 on")
@@ -194,8 +193,7 @@ def check(body: dict, cfg: TrainConfig) -> None:
     if changes.get("tool_choice", "none") != "none":
         warn_once(f"--agent: tool_choice {shorten(changes['tool_choice'], 60)} is treated as auto: no call is forced.")
     for key in sorted(changes.keys() - READ - IGNORED):
-        notice = f"--agent: a call gave {key}={shorten(changes[key], 60)}, which is not used"
-        warn_once(f"{notice}: it would change the sampling distribution. Said once.", kind=f"agent's {key}")
+        warn_once(f"--agent: a call's {key}={shorten(changes[key], 60)} is not used. Said once.", kind=f"agent's {key}")
     if not body.get("messages") or body["messages"][-1]["role"] == "assistant":
         raise Refused("`messages` must end with something to answer, not with the assistant's own message")
 
@@ -311,7 +309,7 @@ class Recorder:
     def __init__(self):
         self.conversations: dict[str, Conversation] = {}
         routes = [Route("/v1/chat/completions", self.completions, methods=["POST"]), Route("/v1/models", self.models)]
-        handlers = {404: self.nothing, 405: self.nothing}
+        handlers = {404: self.nothing, 405: self.nothing, Refused: lambda request, error: error.response()}
         app = Starlette(routes=routes, exception_handlers=handlers)
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
@@ -337,19 +335,16 @@ class Recorder:
     def of(self, request: Request) -> Conversation:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if key not in self.conversations:
-            fault = "no conversation has this key, or it has ended: use the api_key that the agent was given"
-            raise Refused(fault, 401, "invalid_api_key")
+            raise Refused("no conversation has this key, or it has ended", 401, "invalid_api_key")
         return self.conversations[key]
 
     async def completions(self, request: Request) -> Response:
         try:
             conversation = self.of(request)
             try:
-                body = json.loads(await request.body())
-            except (ValueError, RecursionError) as error:
-                raise Refused(f"the body is no JSON: {error}") from None
-            if not isinstance(body, dict):
-                raise Refused("the body must be an object")
+                body = dict(json.loads(await request.body()))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise Refused(f"the body is no JSON object: {error}") from None
             # Sampling runs on the rollout's loop, and is cancelled if the client disconnects.
             call = asyncio.run_coroutine_threadsafe(conversation.ask(body), conversation.loop)
             conversation.under_way.append(call)
@@ -374,11 +369,7 @@ class Recorder:
         return StreamingResponse(chunks(result, with_usage), media_type="text/event-stream")
 
     async def models(self, request: Request) -> Response:
-        try:
-            model = self.of(request).cfg.model_id
-        except Refused as refused:
-            return refused.response()
-        card = {"id": model, "object": "model", "created": 0, "owned_by": "trainer"}
+        card = {"id": self.of(request).cfg.model_id, "object": "model", "created": 0, "owned_by": "trainer"}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def nothing(self, request: Request, error: Exception) -> Response:

@@ -144,10 +144,8 @@ def sizes_of_advantages(batch: Batch) -> dict[str, float]:
     size = (batch.advantages.abs() * batch.loss_mask).sum(1)  # [B]
     silent = (group_mean(size, batch.groups) == 0).double()
     counted = torch.full_like(silent, not batch.stand_in)  # [B] 0 for a stand-in, which counts for nothing
-    return {
-        "advantages/abs_mean": float(utils.global_mean(batch.advantages.abs(), batch.loss_mask)),
-        "advantages/frac_zero_groups": float(utils.global_mean(silent, counted)),
-    }
+    mean = float(utils.global_mean(batch.advantages.abs(), batch.loss_mask))
+    return {"advantages/abs_mean": mean, "advantages/frac_zero_groups": float(utils.global_mean(silent, counted))}
 
 
 def largest(values: Tensor, loss_mask: Tensor, share: float) -> Tensor:
@@ -230,9 +228,7 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     turns, table, pairs = turn_returns(batch, cfg.gamma)
     rows, k = pairs.unbind(1)
     if batch.states is None:
-        warn_once(
-            "--advantage gigpo: the environment has no state(), so only first turns are compared. See envs/base.py."
-        )
+        warn_once("--advantage gigpo: without a state() (envs/base.py) only first turns are compared.")
         states = torch.where(k == 1, 0, 1 + rows * table.shape[1] + k)  # all different
     else:
         first = (turns[rows] == k[:, None]).long().argmax(1)  # [M] the turn's first token

@@ -32,10 +32,8 @@ def check_functions(functions: dict[str, Callable], cfg: TrainConfig) -> None:
     check_teacher(functions, cfg)
     compares = getattr(functions[f"--advantage {cfg.advantage}"], "compares_group", True)
     for domain in cfg.by_domain():
-        if (compares(domain) if callable(compares) else compares) and domain.num_generations < 2:
-            raise ConfigError(
-                f"--num_generations={domain.num_generations}: {cfg.advantage} compares completions; take 2 or more."
-            )
+        if (compares(domain) if callable(compares) else compares) and (n := domain.num_generations) < 2:
+            raise ConfigError(f"--num_generations={n}: {cfg.advantage} compares completions; take 2 or more.")
 
 
 @contextlib.contextmanager

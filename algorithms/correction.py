@@ -19,13 +19,9 @@ def mismatch_statistics(logprobs: Tensor, weights: Tensor, batch: Batch, cfg: Tr
     """Statistics of how far apart trainer and generator are; weights: those of `correction`.  [B, T] each"""
     old_from_generator = cfg.old_logprobs in ("sampler", "interpolate")  # then pi_old is not the trainer's
     d, w = mismatch(logprobs.detach() if old_from_generator else batch.old_logprobs, batch, cfg)
+    outside = (w < cfg.correction_min) | (w > cfg.correction_max)
     stats = {"logprob_diff_mean": d.abs(), "logprob_diff_max": d.abs(), "kl": d.exp() - d - 1}
-    stats |= {
-        "ratio_mean": w,
-        "ratio_max": w,
-        "ratio_squared": w**2,
-        "ratio_outside": ((w < cfg.correction_min) | (w > cfg.correction_max)).float(),
-    }
+    stats |= {"ratio_mean": w, "ratio_max": w, "ratio_squared": w**2, "ratio_outside": outside.float()}
     stats["left_out"] = (weights == 0).float()
     return {f"sampling/{name}": value for name, value in stats.items()}
 

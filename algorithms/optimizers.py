@@ -36,9 +36,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> torc
         raise ConfigError(f"make_optimizer: the group {empty[0]!r} has no parameters; choose by clean_name(name).")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if ungrouped := [name for name, p in trained.items() if p not in in_groups]:
-        raise ConfigError(
-            f"make_optimizer: {ungrouped[0]!r} is trained and in no group; add it, or freeze it in load_hf_model."
-        )
+        raise ConfigError(f"make_optimizer: {ungrouped[0]!r} is in no group; add it, or freeze it in load_hf_model.")
     at_start = module.__dict__.setdefault("trained_at_start", {*trained})
     late = isinstance(module, DistributedDataParallel | FSDP | FSDPModule) and trained.keys() - at_start
     if late:
@@ -110,14 +108,9 @@ def optimizer_class(cfg: TrainConfig) -> type[torch.optim.Optimizer]:
 
 def classes(module: str) -> dict[str, type[torch.optim.Optimizer]]:
     """A module's optimizers by lower-case name, without LBFGS, whose step computes the loss itself."""
-    by_name = {
-        name.lower(): kind for name, kind in vars(importlib.import_module(module)).items() if inspect.isclass(kind)
-    }
-    return {
-        n: kind
-        for n, kind in by_name.items()
-        if issubclass(kind, torch.optim.Optimizer) and n not in ("optimizer", "lbfgs")
-    }
+    kinds = [kind for kind in vars(importlib.import_module(module)).values() if inspect.isclass(kind)]
+    refused = (torch.optim.Optimizer, torch.optim.LBFGS)
+    return {k.__name__.lower(): k for k in kinds if issubclass(k, torch.optim.Optimizer) and k not in refused}
 
 
 def make_by_name(trained: list, cfg: TrainConfig) -> torch.optim.Optimizer:

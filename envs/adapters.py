@@ -35,11 +35,9 @@ from safety.sandbox import check_contained
 COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")  # the last digit of a terminal's code
 
 
-def plain_text(drawing: str) -> str:
+def plain_text(text: str) -> str:
     """A drawing without the terminal's codes: a coloured character becomes [red:F]."""
-    return re.sub(
-        r"\x1b\[(?:\d;)?\d*(\d)(?:;1)?m(.*?)\x1b\[0m", lambda m: f"[{COLOURS[int(m[1]) % 8]}:{m[2]}]", drawing
-    )
+    return re.sub(r"\x1b\[(?:\d;)?\d*(\d)(?:;1)?m(.*?)\x1b\[0m", lambda m: f"[{COLOURS[int(m[1]) % 8]}:{m[2]}]", text)
 
 
 class Gymnasium(Environment):
@@ -82,7 +80,7 @@ class Gymnasium(Environment):
         if self.numbered:
             answer = f"an action from {space.start} to {space.start + space.n - 1}"
         text = f"{self.hint} Answer each time with {answer}, as <answer>...</answer>.\n{self.described(observation)}"
-        return [{"role": "user", "content": text.strip()}]
+        return text.strip()
 
     def step(self, text):
         answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
@@ -91,10 +89,10 @@ class Gymnasium(Environment):
             # At most 18 digits: no action has more, and python refuses to read thousands of them.
             action = int(action) if re.fullmatch(r"-?[0-9]{1,18}", action) else None
         if action is None or not self.env.action_space.contains(action):
-            message = f"{shorten(answer, 50)} is no action of {self.env.action_space}."
-            return [{"role": "user", "content": message}], -self.penalty, False, {"valid": 0.0}
+            text = f"{shorten(answer, 50)} is no action of {self.env.action_space}."
+            return text, -self.penalty, False, {"valid": 0.0}
         observation, reward, ended, cut, _ = self.env.step(action)
-        return [{"role": "user", "content": self.described(observation)}], float(reward), ended or cut, {"valid": 1.0}
+        return self.described(observation), float(reward), ended or cut, {"valid": 1.0}
 
     def close(self):
         self.env.close()
@@ -313,6 +311,5 @@ async def put_away(environment, reusable: bool, cfg: TrainConfig) -> None:
         return
     outcome = await run_limited(environment.close, {}, cfg.tool_timeout, as_it_is)
     if outcome is None or outcome[1] is not None:
-        fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
-        call = f"{name_of(environment)}.close()"
-        warn_once(f"{call} {fault}. Said once.", kind=call)
+        call, fault = f"{name_of(environment)}.close()", "was late" if outcome is None else repr(outcome[1])
+        warn_once(f"{call}: {fault:.500}. Said once.", kind=call)

@@ -39,7 +39,7 @@ from config import TrainConfig, shorten
 from envs.tools import Tool, cut, run_calls, tools_of
 from inputs.formats import instructions, outside_thinking, parser_of, read_calls
 from inputs.parts import NO_IMAGE, PartError, in_usual_form, parts_of, text_of_parts
-from inputs.prompts import clean, each_text, is_vision
+from inputs.prompts import clean, each_text, is_vision, prompt_messages
 from inputs.trajectory import LARGEST, TrajectoryError
 from safety.calls import run_limited
 from safety.results import as_it_is, plain, warn_once
@@ -55,8 +55,7 @@ class Environment:
 
     def reset(self, row: dict, seed: int) -> list[dict]:
         """Begin anew; returns the prompt as chat messages."""
-        prompt = row["prompt"]
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return prompt_messages(row)
 
     async def step(self, text: str) -> tuple[list[dict], float, bool, dict]:
         """Answer one turn of the model: (messages to it, reward of the turn, done, info)."""
@@ -192,9 +191,7 @@ def checked_messages(messages, source: str, processor=None, limit: int | None = 
         for m in checked:
             parts_of(m["content"])  # PartError if it is neither text nor parts
     except (PartError, TypeError, KeyError, AttributeError) as error:
-        form = '[{"role": "user", "content": "..."}]'
-        fault = f"{source} must give chat messages, such as {form}; it gave {shorten(messages)} ({error})"
-        raise TrajectoryError(fault) from error
+        raise TrajectoryError(f"{source} must give chat messages, not {shorten(messages)} ({error})") from error
     if limit is not None:
         shortened = [m | {"content": cut(m["content"], limit)} for m in checked]
         if shortened != checked:

@@ -141,9 +141,6 @@ class Server:
             self.ready.add_done_callback(asyncio.Future.exception)  # no warning from asyncio if nobody awaits it
             self.life = loop.create_task(self.live(self.ready))
             _live.add(self)
-            if close_all not in AT_END:
-                AT_END.append(close_all)
-                atexit.register(close_all)  # for programs that do not run AT_END
         return await asyncio.shield(self.ready)
 
     async def live(self, ready: asyncio.Future) -> None:
@@ -159,8 +156,7 @@ class Server:
                 await asyncio.Future()
         except Exception as error:  # from the SDK, whatever the server did to it
             if not ready.done():
-                timeout_reason = f"not within {self.start_seconds:g} s"
-                why = timeout_reason if isinstance(error, TimeoutError) else reason(error)
+                why = f"not within {self.start_seconds:g} s" if isinstance(error, TimeoutError) else reason(error)
                 ready.set_exception(RuntimeError(self.message(f"did not start: {why}{self.status}")))
         finally:
             _live.discard(self)
@@ -232,3 +228,7 @@ def close_all() -> None:
     if _live:
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(end(), shared_loop()).result(END_SECONDS + 1)
+
+
+AT_END.append(close_all)
+atexit.register(close_all)  # for programs that do not run AT_END

@@ -48,10 +48,8 @@ class Tool:
 
     def schema(self) -> dict:
         """The form of chat templates and OpenAI's API."""
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
-        }
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
 
 
 # ---- where tools come from ------------------------------------------------------------------------------------------
@@ -64,11 +62,7 @@ def from_function(function: Callable) -> Tool:
 
     from pydantic import ConfigDict, TypeAdapter, with_config
     from pydantic.errors import PydanticInvalidForJsonSchema
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from transformers.utils import chat_template_utils as templates
     from typing_extensions import TypedDict
 
     if isinstance(function, functools.partial):
@@ -77,14 +71,13 @@ def from_function(function: Callable) -> Tool:
         return tool_without(full_schema, fixed.arguments)
     routine = function if inspect.isroutine(function) else function.__call__
     name = getattr(function, "__name__", type(function).__name__)
+    errors = (templates.DocstringParsingException, templates.TypeHintParsingException, NameError, TypeError, ValueError)
     try:
         arguments = inspect.signature(routine).parameters.values()
-        schema = get_json_schema(routine)["function"]
+        schema = templates.get_json_schema(routine)["function"]
         hints = typing.get_type_hints(routine)
-    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the tool {name!r} needs a type hint and a line in Args: for each argument: {error}"
-        ) from None
+    except errors as error:
+        raise ConfigError(f"the tool {name!r} needs a type hint and a line in Args: for each: {error}") from None
     typed_arguments = {a.name: hints[a.name] if a.default is a.empty else NotRequired[hints[a.name]] for a in arguments}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     adapter = TypeAdapter(with_config(config)(TypedDict("given", typed_arguments)))
@@ -107,10 +100,7 @@ def named_tools(cfg) -> list[Tool]:
             known_name("--tools (names, or path/to/file.py:function)", spec, TOOLS)
         tool = load_function(spec) if function_path(spec) else TOOLS[spec]
         if inspect.isclass(tool) or not (callable(tool) or isinstance(tool, Tool)):
-            raise ConfigError(
-                f"--tools {spec} is {shorten(tool)}; allowed are functions, functools.partial, objects with __call__ "
-                "and envs.tools.Tool: call it in a function of your own, with type hints and a docstring."
-            )
+            raise ConfigError(f"--tools {spec}: {shorten(tool)} is no function with hints and docstring, nor a Tool.")
         tools.append(tool if isinstance(tool, Tool) else from_function(tool))
     return tools
 
@@ -162,9 +152,8 @@ async def run_calls(
     """(a tool message per call, in order; an event per call: name, seconds, failed, the name as the model wrote it,
     arguments, result). Each call has its time limit. All run at the same time, or, in_order, one after another, for
     methods that change the state of one object."""
-    limit, number = CALLS_PER_TURN, len(calls)
-    if number > limit:
-        fault = f"this turn made {number} calls; only the first {limit} were run"
+    if len(calls) > (limit := CALLS_PER_TURN):
+        fault = f"this turn made {len(calls)} calls; only the first {limit} were run"
         calls = [*calls[:limit], replace(calls[limit], error=fault)]
     if in_order:
         events = [await run_call(call, tools, cfg) for call in calls]
@@ -207,7 +196,7 @@ async def call_result(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, 
 
 def as_content(result):
     """A tool's result as the content of a message. Text stays; message parts get their usual form; Pillow images, alone
-    or in a list with texts and parts, become parts. Anything else becomes JSON if it can, else its repr."""
+    or in a list with texts and parts, become parts. Anything else becomes JSON."""
     if isinstance(result, str):
         return clean(result)
     items = result if isinstance(result, list) else [result]
@@ -215,10 +204,7 @@ def as_content(result):
     if any(are_parts) and all(part or isinstance(item, str) for part, item in zip(are_parts, items, strict=True)):
         parts = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in items])
         return each_text(parts, clean)
-    try:
-        return clean(json.dumps(result, default=as_json, ensure_ascii=False))
-    except (TypeError, ValueError, RecursionError):  # keys that are not text, a value that contains itself
-        return clean(shorten(result, 10_000))
+    return clean(json.dumps(result, default=as_json, ensure_ascii=False))
 
 
 def as_json(value):

@@ -30,16 +30,14 @@ def file_bytes(source, local_files: bool) -> bytes:
     if isinstance(source, str):
         scheme = urlsplit(source[:8]).scheme.lower()
         if scheme in ("http", "https"):
-            remedy = "download it and give the file's path, or its content as a data: URL or base64"
-            raise PartError(f"{shorten(source, 60)}: nothing is fetched; {remedy}")
+            raise PartError(f"{shorten(source, 60)}: nothing is fetched; download it: a file's path, or base64")
         if local_files and (scheme == "file" or os.path.isfile(source)):
             source = Path(unquote(urlsplit(source).path) if scheme == "file" else source)
         else:
             try:  # a data: URL or bare base64
                 return base64.b64decode("".join(source.rpartition("base64,")[2].split()), validate=True)
             except ValueError:
-                hint = "; text of tools and environments never names a file, a pathlib.Path may"
-                hint *= not local_files
+                hint = "; text of tools and environments never names a file, a pathlib.Path may" * (not local_files)
                 raise PartError(f"{shorten(source, 60)} is neither a file nor base64{hint}") from None
     if isinstance(source, Path):
         return source.read_bytes()
@@ -129,10 +127,6 @@ def opened_value(value):
         return value
 
 
-def encode_image(image) -> str:
-    """A data: URL of an image file (bytes), or of a PIL image as PNG, so that the server decodes the same pixels."""
-    if not isinstance(image, bytes):
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        image = buffer.getvalue()
+def encode_image(image: bytes) -> str:
+    """A data: URL of an image file, so that the server decodes the same pixels."""
     return "data:image/png;base64," + base64.b64encode(image).decode()  # vLLM looks at the bytes, not at the type

@@ -41,9 +41,13 @@ def answers_of(run: Run) -> dict:
     return answers | {"trajectories": places}
 
 
+def read(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
 def module(name: str) -> str:
     """A script of the page as a data: URL, whose imports are names in the import map."""
-    text = (PAGE / name).read_text(encoding="utf-8").replace('from "./', 'from "page/')
+    text = read(name).replace('from "./', 'from "page/')
     return f"data:text/javascript;base64,{base64.b64encode(text.encode()).decode()}"
 
 
@@ -59,11 +63,11 @@ def write_report(folder: Path) -> Path | None:
         return None
     answers = json.dumps(plain(answers_of(run)), separators=(",", ":")).replace("<", "\\u003c")  # ends no <script>
     names = [path.name for path in PAGE.glob("*.js") if path.name != "uplot.js"]
-    charts = (PAGE / "uplot.js").read_text(encoding="utf-8")
+    charts = read("uplot.js")
     imports = json.dumps({"imports": {f"page/{name}": module(name) for name in sorted(names)}})
     policy = f"script-src data: {' '.join(map(digest, (charts, imports, START)))}; style-src 'unsafe-inline'"
-    page = (PAGE / "index.html").read_text(encoding="utf-8")
-    page = re.sub(r'<link rel="stylesheet" href="/page/(\S+)">', style, page)
+    page = read("index.html")
+    page = re.sub(r'<link rel="stylesheet" href="/page/(\S+)">', lambda link: f"<style>{read(link[1])}</style>", page)
     page = re.sub(r"\s*<(link|script) [^>]*/page/[^>]*>(</script>)?", "", page)
     head = f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {policy}">'
     page = page.replace("<head>", f"<head>{head}").replace("<title>Runs", f"<title>{html.escape(run.name)}")
@@ -73,7 +77,3 @@ def write_report(folder: Path) -> Path | None:
     with replacing(folder / "report.html") as path:
         path.write_text(page, encoding="utf-8")
     return folder / "report.html"
-
-
-def style(link: re.Match) -> str:
-    return f"<style>{(PAGE / link[1]).read_text(encoding='utf-8')}</style>"

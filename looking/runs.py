@@ -64,13 +64,6 @@ class Run:
     def curves(self) -> Curves:
         return self.lines()[0]
 
-    def file(self, *names: str) -> Path:
-        """The path of one of the run's files; Gone if there is none."""
-        path = self.path.joinpath(*names)
-        if not path.is_file():
-            raise Gone(f"{self.name} has no {'/'.join(names)}, or not any more.")
-        return path
-
     def held(self) -> bool | None:
         """Whether a process holds the run's lock; None if unknown."""
         try:

@@ -103,15 +103,15 @@ def step_file(runs: Runs, ask: QueryParams) -> Path:
     """The file of the request's `kind` and `step`."""
     if ask["kind"] not in samples.KINDS:
         raise Gone(f"There are no files of the kind {ask['kind']!r}.")
-    return of(runs, ask).file(ask["kind"], samples.name_of(int(ask["step"])))
+    return of(runs, ask).path / ask["kind"] / samples.name_of(int(ask["step"]))
 
 
 def row(runs: Runs, ask: QueryParams) -> dict:
     path, number = step_file(runs, ask), int(ask["row"])
     names = samples.columns_of(path)
-    image = samples.image(path, number) if "picture" in names else None
+    image = samples.rows(path, [number], ["picture"])[0]["picture"] if "picture" in names else None
     picture = f"data:image/png;base64,{base64.b64encode(image).decode()}" if image else None
-    extras = {"picture": picture, "total": samples.count(path), "tokens": "token_ids" in names}
+    extras = {"picture": picture, "total": samples.parquet_file(path).metadata.num_rows, "tokens": "token_ids" in names}
     return samples.readable_rows(path, [number])[0] | extras
 
 

@@ -63,8 +63,9 @@ def session(token: str = "", again: bool = True):
 shared_session = functools.cache(session)
 
 
-def ask(method: str, url: str, seconds: float, body: dict | None = None, token: str = "", using=None) -> dict:
-    """The JSON object that the server answers with; {} for an empty answer. NoAnswer if there is none.
+def ask(method: str, url: str, seconds: float, body: dict | None = None, token: str = "", using=None, read=dict):
+    """read(the JSON that the server answers with, {} for an empty answer), by default a dict. NoAnswer if there is
+    none, or `read` does not find what it looks for.
 
     seconds: of silence from the server, after which the call ends. using: a `session` of one's own, instead of `token`.
     """
@@ -83,12 +84,9 @@ def ask(method: str, url: str, seconds: float, body: dict | None = None, token: 
         status = answer.status_code
         if 200 <= status < 300:
             try:
-                content = answer.json() if answer.content else {}
-            except ValueError:
-                content = answer.text
-            if isinstance(content, dict):
-                return content
-            fault = f"answered {content!r:.200}, no JSON object: is it the right server?"
+                return read(answer.json() if answer.content else {})
+            except (ValueError, LookupError, TypeError, AttributeError):
+                fault = f"answered {answer.text!r:.200}, no JSON object as it should be: is it the right server?"
         else:
             text = answer.text.strip().replace(parts.query or HIDDEN, HIDDEN)[:500]  # some servers repeat the address
             if answer.is_redirect:

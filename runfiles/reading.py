@@ -3,6 +3,7 @@
 PANELS groups metrics. A metric that is in none of them has a panel of its own.
 """
 
+import fnmatch
 import json
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from config import ConfigError
 from inputs.parts import transcript
 from runfiles.storable import text_of
 
@@ -27,16 +27,10 @@ def is_own(name: str) -> bool:
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
-    """The lines of metrics.jsonl; None stands for a number that was not finite. An incomplete last line is left out;
-    any other broken line is a ConfigError."""
+    """The lines of metrics.jsonl; None stands for a number that was not finite. Incomplete lines are left out."""
     path = Path(run_dir) / "metrics.jsonl"
     raw = path.read_bytes().splitlines() if path.exists() else []
-    lines = [metrics_line(line) for line in raw]
-    for number, line in enumerate(lines[:-1], 1):
-        if line is None:
-            fault = f"{path}, line {number} is no line of metrics: {raw[number - 1][:80]!r}."
-            raise ConfigError(f"{fault} Was the disk full? Remove the line.")
-    return [line for line in lines if line]
+    return [fields for line in raw if (fields := metrics_line(line))]
 
 
 def held_out(run_dir: Path) -> dict[str, list[str]]:
@@ -114,9 +108,6 @@ PANELS = [
     ("Age of the weights that sample", "optimizer steps behind", ["policy_lag", "staleness/max", "staleness/mean"]),
     ("Importance weights", "trainer / generator; near 1 is good", ["sampling/ratio_mean", "sampling/ess"]),
     ("Loss", "no measure of progress: watch the reward", ["loss"]),
-    ("Learning rate", "", ["lr"]),
-    ("Held-out reward", "mean score", ["eval/reward"]),
-    ("Held-out length", "tokens", ["eval/mean_length"]),
     ("Groups without signal by domain", "they teach nothing", ["{}/frac_reward_zero_std"]),
     ("Completion length by domain", "tokens", ["{}/completions/mean_length"]),
     ("Prompts by domain", "of a step", ["{}/prompts"]),
@@ -153,13 +144,7 @@ class Curves:
 
     def names_like(self, patterns: list[str]) -> list[str]:
         """Metrics with data that match, in the order of the patterns."""
-        fits = [
-            name
-            for pattern in patterns
-            for name in self.columns
-            if name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1]))
-        ]
-        return list(dict.fromkeys(fits))
+        return list(dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(self.columns, pattern)))
 
     def axis(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps, x at these steps). kind of x: "step", "tokens" (num_tokens) or "seconds" (of steps alone, without

@@ -3,8 +3,6 @@
 import codecs
 import contextlib
 import json
-import os
-import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,10 +36,7 @@ def step_of(path: Path) -> int:
 
 def step_files(folder: Path) -> list[Path]:
     """Files of completions, by step; other files in the folder are ignored."""
-    names = []
-    with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(folder) if re.fullmatch(r"step_\d+\.parquet", name)]
-    return sorted((folder / name for name in names), key=step_of)
+    return sorted((path for path in folder.glob("step_*.parquet") if path.stem[5:].isdecimal()), key=step_of)
 
 
 def first_and_last(folder: Path, having: str) -> list[Path]:
@@ -82,10 +77,6 @@ def table_of(path: Path, columns: list[str]) -> pa.Table:
         return file.read([name for name in file.schema_arrow.names if name in columns])
 
 
-def count(path: Path) -> int:
-    return parquet_file(path).metadata.num_rows
-
-
 def rows(path: Path, numbers: list[int], columns: list[str]) -> list[dict]:
     """Rows, as Python values; per-token columns stay numpy arrays. Raises Unreadable."""
     table = table_of(path, columns)
@@ -112,11 +103,9 @@ def listing(path: Path) -> dict:
     scores = [name for name in names if name.startswith("rewards/")]
     table = table_of(path, ["completion", "group", *SHORT, *scores])
     columns = {name: table[name].to_pylist() for name in SHORT if name in table.column_names}
-    return columns | {
-        "group": groups(table),
-        "text": [text[:PREVIEW] for text in table["completion"].to_pylist()],
-        "rewards": {name.removeprefix("rewards/"): table[name].to_pylist() for name in scores},
-    }
+    rewards = {name.removeprefix("rewards/"): table[name].to_pylist() for name in scores}
+    texts = [text[:PREVIEW] for text in table["completion"].to_pylist()]
+    return columns | {"group": groups(table), "text": texts, "rewards": rewards}
 
 
 def search(path: Path, text: str) -> list[int]:
@@ -157,11 +146,6 @@ def readable_rows(path: Path, numbers: list[int]) -> list[dict]:
         out["other"] = {name: str(value) for name, value in row.items() if is_own(name) and value is not None}
         entries.append(out)
     return entries
-
-
-def image(path: Path, number: int) -> bytes | None:
-    """The PNG of a held-out row."""
-    return rows(path, [number], ["picture"])[0].get("picture")
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -215,8 +199,5 @@ def tokens(path: Path, number: int, vocabulary_table: dict, limit: int | None = 
     columns = {name: row.get(f"tokens/{name}") for name in TOKEN_COLUMNS}
     columns = {name: values[:limit].tolist() for name, values in columns.items() if values is not None}
     spans = [(turn["start"], turn["end"]) for turn in turns(row) if turn["start"] is not None]
-    texts = {
-        "prompt": token_texts(row["prompt_ids"][:limit], vocabulary_table),
-        "completion": token_texts(row["token_ids"][:limit], vocabulary_table),
-    }
-    return texts | {"columns": columns, "turns": spans}
+    prompt, completion = [token_texts(row[name][:limit], vocabulary_table) for name in ("prompt_ids", "token_ids")]
+    return {"prompt": prompt, "completion": completion, "columns": columns, "turns": spans}

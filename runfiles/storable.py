@@ -25,11 +25,8 @@ def visible(text: str) -> str:
 
 
 def text_of(value) -> str:
-    """storable(str(value)) of any value, even if str() fails."""
-    try:
-        return storable(str(value))
-    except Exception:  # a user's __str__, or an integer of more than 4,300 digits
-        return f"<{type(value).__name__}>"
+    """storable(str(value))"""
+    return storable(str(value))
 
 
 def column(values: list):

@@ -82,10 +82,7 @@ def claim_run(cfg):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a+", encoding="utf-8")
     except OSError as error:
-        raise NotNow(
-            f"--output_dir={cfg.output_dir}: the run folder {folder} cannot be made ({error.strerror}); give one that "
-            "can be written to."
-        ) from None
+        raise NotNow(f"--output_dir={cfg.output_dir}: no folder {folder} can be made ({error.strerror}).") from None
     os.register_at_fork(after_in_child=file.close)  # else a child that outlives this process would hold the lock
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,10 +90,7 @@ def claim_run(cfg):
         file.seek(0)
         owner = file.read().strip() or "another process"
         file.close()
-        raise NotNow(
-            f"--run_name: {folder} is in use by {owner}. Two runs in one folder would mix their metrics: wait for its "
-            "end, end it, or give another name."
-        ) from None
+        raise NotNow(f"--run_name: {folder} is in use by {owner}; wait for its end, or give another name.") from None
     except OSError as error:  # file systems without locks
         print(f"Warning: {folder} cannot be locked ({error}): make sure that no other run uses it.")
     file.truncate(0)
@@ -172,8 +166,6 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         print("  One update per step, no KL in the loss: the ratio is 1 and the loss often 0. Watch the reward.")
     if cfg.kl == "k1" and cfg.beta > 0 and not cfg.kl_in_reward:
         print("  Warning: k1 as a loss has no gradient towards the reference; use --kl k2, k3+ or --kl_in_reward.")
-    if cfg.top_p not in (None, 1) or cfg.top_k:
-        print("  Warning: top_p and top_k bias the ratio: the trainer knows the full distribution only.")
 
 
 def completion_rows(
@@ -287,9 +279,8 @@ class RunLog:
         self.state = {"state": "running", "step": resume_step or 0, "num_steps": self.num_steps, "pid": os.getpid()}
         self.state |= {"host": socket.gethostname(), "why": ""}
         # An evaluation repeats no step, so it removes none.
-        self.last_step, self.num_tokens = self._keep_until(
-            math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
-        )
+        kept_steps = math.inf if cfg.eval_only else -1 if resume_step is None else resume_step
+        self.last_step, self.num_tokens = self._keep_until(kept_steps)
         self.sampled = self.last_step  # the last step whose completions came to `sample`
         self.began, self.first_step = time.time(), self.last_step
         self._describe_run()
@@ -297,9 +288,9 @@ class RunLog:
         self._tell()
         self.trackers = []
         if cfg.report_to:
-            from runlog.trackers import open_trackers
+            from runlog.trackers import TRACKERS
 
-            self.trackers = open_trackers(cfg, self.dir, resume_step)
+            self.trackers = [TRACKERS[name](cfg, self.dir, resume_step) for name in cfg.report_to]
         OPEN.append(self)
 
     def _tell(self, **changes) -> None:
@@ -346,8 +337,9 @@ class RunLog:
         line = {"step": step} | {str(name): _plain(name, value) for name, value in metrics.items()}
         self.lines.write(json.dumps(line) + "\n")
         self.lines.flush()
+        numbers = {name: value for name, value in line.items() if name != "step" and value is not None}
         for tracker in self.trackers:
-            tracker.line(line)
+            tracker.line(numbers, step)
         self._tell(step=step)
         return line
 

@@ -204,9 +204,8 @@ def check_scored(total: dict, cfg: TrainConfig) -> None:
     if total["scored"] and total["late"] == total["scored"]:
         names = sorted({name for domain in cfg.by_domain() for name in domain.reward_funcs})
         raise RuntimeError(
-            f"No reward function ({', '.join(names)}) answered within --reward_timeout={cfg.reward_timeout:g} s, "
-            f"for any of the {total['scored']} completions of this step. Call it on one completion by hand; if it is "
-            "merely slow, raise --reward_timeout."
+            f"No reward function ({', '.join(names)}) answered within --reward_timeout={cfg.reward_timeout:g} s, for "
+            f"any of the {total['scored']} completions of this step. Call it by hand; raise the limit if it is slow."
         )
 
 
@@ -216,8 +215,5 @@ def check_judge(total: dict, cfg: TrainConfig) -> None:
     if total["asked"]:
         _SILENT[0] = _SILENT[0] + 1 if total["unanswered"] == total["asked"] else 0
     if _SILENT[0] >= SILENT_STEPS:
-        urls = sorted({origin(domain.judge_url) for domain in cfg.by_domain() if domain.judge_url})
-        raise RuntimeError(
-            f"The judge at {', '.join(urls)} answered for no completion of the last {_SILENT[0]} steps; the column "
-            "`judge` of the completions says why. See that it answers, and resume the run (--resume)."
-        )
+        urls = ", ".join(sorted({origin(domain.judge_url) for domain in cfg.by_domain() if domain.judge_url}))
+        raise RuntimeError(f"The judge at {urls} answered nothing in the last {_SILENT[0]} steps: mend it, --resume.")

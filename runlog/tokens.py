@@ -80,18 +80,15 @@ def reader(tokenizer) -> Callable[[str], bytes]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    if decoder is not None and b'"ByteLevel"' in decoder.__getstate__():  # JSON
-        table = {character: byte for byte, character in bytes_to_unicode().items()}
+    is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()  # JSON
+    table = {character: byte for byte, character in bytes_to_unicode().items()}
 
-        def byte_level(token: str) -> bytes:  # added tokens have their plain spelling
-            is_byte_level = all(character in table for character in token)
-            return bytes(table[character] for character in token) if is_byte_level else token.encode("utf-8", "replace")
-
-        return byte_level
-
-    def pieces(token: str) -> bytes:
-        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+    def piece(token: str) -> bytes:
+        if is_byte_level and all(character in table for character in token):
+            return bytes(table[character] for character in token)
+        if not is_byte_level and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
-        return token.replace("▁", " ").encode("utf-8", "replace")
+        # Added tokens of a byte-level BPE have their plain spelling.
+        return (token if is_byte_level else token.replace("▁", " ")).encode("utf-8", "replace")
 
-    return pieces
+    return piece

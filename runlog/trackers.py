@@ -24,14 +24,9 @@ PROJECT = os.environ.get("WANDB_PROJECT", "grpo")  # of all trackers but tensorb
 
 @dataclass
 class Tracker:
-    line: Callable[[dict], None]  # a line of metrics.jsonl
+    line: Callable[[dict[str, float], int], None]  # the numbers of a line of metrics.jsonl, and its step
     close: Callable[[Path | None], None]  # at the end; the report, if there is one
     completions: Callable[[int, list[dict]], None] = lambda step, rows: None  # the first rows of a step's completions
-
-
-def open_trackers(cfg, run_dir: Path, resume_step: int | None) -> list[Tracker]:
-    """A Tracker for each name in `cfg.report_to`."""
-    return [TRACKERS[name](cfg, run_dir, resume_step) for name in cfg.report_to]
 
 
 def check_trackers(cfg, run_dir: Path) -> None:
@@ -44,10 +39,7 @@ def check_trackers(cfg, run_dir: Path) -> None:
 
     local = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if not local and not wandb.login(prompt=False):
-        raise ConfigError(
-            "--report_to wandb: not logged in. Run `wandb login`, or set WANDB_API_KEY; or set WANDB_MODE=offline to "
-            f"keep the data in {run_dir}/wandb and upload it later with `wandb sync`."
-        )
+        raise ConfigError("--report_to wandb: not logged in (wandb login, WANDB_API_KEY); or set WANDB_MODE=offline.")
 
 
 def table_of(rows: list[dict]) -> dict[str, list]:
@@ -65,10 +57,6 @@ def cell(name: str, row: dict) -> float | str | None:
     if name == "completion" and row.get("turns"):  # all turns, with their observations
         text = "\n".join("\n".join([turn["text"], *turn["observation"]]) for turn in json.loads(row["turns"]))
     return visible(text if len(text) <= TEXT else f"{text[:TEXT]} ... ({len(text) - TEXT} more characters)")
-
-
-def finite_numbers(line: dict) -> dict:
-    return {name: value for name, value in line.items() if name != "step" and value is not None}
 
 
 def stored_id(run_dir: Path, tracker: str) -> str:
@@ -98,7 +86,7 @@ def open_wandb(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
             run.save(report, base_path=run_dir, policy="now")
         run.finish()
 
-    return Tracker(run.log, close, completions)
+    return Tracker(lambda numbers, step: run.log(numbers | {"step": step}), close, completions)
 
 
 def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -106,9 +94,9 @@ def open_tensorboard(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
 
     writer = SummaryWriter(run_dir / "tensorboard", purge_step=None if resume_step is None else resume_step + 1)
 
-    def write(line: dict) -> None:
-        for name, value in finite_numbers(line).items():
-            writer.add_scalar(name, value, line["step"])
+    def write(numbers: dict, step: int) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
         writer.flush()
 
     return Tracker(write, lambda report: writer.close())
@@ -126,9 +114,7 @@ def open_trackio(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
 
         run.log({"completions": trackio.Table(dataframe=pandas.DataFrame(table_of(rows)))}, step=step)
 
-    return Tracker(
-        lambda line: run.log(finite_numbers(line), step=line["step"]), lambda report: trackio.finish(), completions
-    )
+    return Tracker(lambda numbers, step: run.log(numbers, step=step), lambda report: trackio.finish(), completions)
 
 
 def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -139,7 +125,7 @@ def open_swanlab(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     if os.environ.get("SWANLAB_MODE", "cloud") == "cloud":
         options |= dict(id=stored_id(run_dir, "swanlab"), resume="allow")
     run = swanlab.init(**options, config=public_config(cfg))
-    return Tracker(lambda line: run.log(finite_numbers(line), step=line["step"]), lambda report: swanlab.finish())
+    return Tracker(lambda numbers, step: run.log(numbers, step=step), lambda report: swanlab.finish())
 
 
 def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
@@ -154,9 +140,9 @@ def open_mlflow(cfg, run_dir: Path, resume_step: int | None) -> Tracker:
     if run_id is None:  # parameters can be set only once
         mlflow.log_params({name: str(value)[:500] for name, value in public_config(cfg).items()})
 
-    def write(line: dict) -> None:  # mean@4 is mean_4: names have letters, digits and _-. :/
-        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in finite_numbers(line).items()}
-        mlflow.log_metrics(metrics, step=line["step"])
+    def write(numbers: dict, step: int) -> None:  # mean@4 is mean_4: names have letters, digits and _-. :/
+        metrics = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in numbers.items()}
+        mlflow.log_metrics(metrics, step=step)
 
     def completions(step: int, rows: list[dict]) -> None:
         mlflow.log_dict(table_of(rows), f"completions/step_{step:06d}.json")

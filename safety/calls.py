@@ -135,11 +135,8 @@ def give_up(call: Call) -> None:
     late = [running for running in list(RUNNING) if running.given_up is not None]
     stale = [running for running in late if time.monotonic() - running.given_up > GIVEN_UP_SECONDS]
     names = Counter(name_of(running.function) for running in late).most_common()
-    message = (
-        f"{len(late)} calls that ran out of time are still running, and may take a core each: "
-        f"{', '.join(f'{name} x {number}' for name, number in names)}. Give the function a limit of its own, or write "
-        "NAME.own_process = True below it (docs/limits.md)."
-    )
+    running = ", ".join(f"{name} x {number}" for name, number in names)
+    message = f"calls still run after their time: {running}. Give them limits, or NAME.own_process (docs/limits.md)."
     if len(stale) >= MAX_GIVEN_UP:
         raise TooManyGivenUp(message)
     if len(late) >= FIRST_WARNING:

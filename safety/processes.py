@@ -126,16 +126,12 @@ def worker_main() -> None:
         faulthandler.dump_traceback_later(seconds + 2, exit=True)  # in case the trainer is gone and cannot kill it
         try:
             result = function(*args, **kwargs)
-            result = asyncio.run(finished(result)) if inspect.isawaitable(result) else result
+            result = asyncio.run(result) if inspect.iscoroutine(result) else result
             answer = pickle.dumps((read(result), None))
         except BaseException as error:  # sys.exit() in a function also counts as its error
             answer = pickle.dumps((None, sendable_error(error)))
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(answer)
-
-
-async def finished(awaitable):
-    return await awaitable
 
 
 def sendable_error(error: BaseException) -> BaseException:
@@ -155,8 +151,7 @@ async def run_in_process(function: Callable, kwargs: dict, seconds: float, read:
     module = sys.modules.get(function.__module__)
     path, name = getattr(module, "__file__", None), function.__name__
     if path is None or vars(module).get(name) is not function:
-        fault = f"{name_of(function)}: only a function that a file defines under its own name can have own_process"
-        return None, ValueError(fault)
+        return None, ValueError(f"{name_of(function)}: own_process wants a function that a file has under its own name")
     arguments, parameters = {}, inspect.signature(function).parameters
     for key, value in kwargs.items():
         try:

@@ -34,6 +34,7 @@ from safety import sandbox_inside
 OUTPUT = 20_000  # characters kept of stdout, and of stderr
 LONGEST_LITERAL = 2**20  # characters of a test's value
 PROCESSES = 32  # processes and threads of one program
+MEMORY_MB, DISK_MB = 512, 64  # of a process; of a file, and of each folder in memory
 START_TIMEOUT = 60.0  # seconds until the sandbox is ready to take a program
 
 allow_uncontained = False  # --allow_uncontained: run code that nothing contains
@@ -51,19 +52,15 @@ class Result:
     timed_out: bool
 
 
-def run_python(
-    code: str, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64, max_output: int = OUTPUT
-) -> Result:
+def run_python(code: str, stdin: str = "", seconds: float = 5.0, max_output: int = OUTPUT) -> Result:
     """Run `code` as a program. Returns its outcome, with the first `max_output` characters of its output. SandboxError
     if it could not be run. Blocks for about `seconds` at most."""
     require_containment()
     job = {"program": code, "stdin": stdin.encode("utf-8", "surrogatepass").decode("latin-1")}
-    return run(job, seconds, memory_mb, disk_mb, max_output, why_not_contained() is None)
+    return run(job, seconds, max_output, why_not_contained() is None)
 
 
-def run_tests(
-    program: str, tests: list[str], seconds: float = 5.0, memory_mb: int = 512, disk_mb: int = 64
-) -> tuple[list[bool], bool]:
+def run_tests(program: str, tests: list[str], seconds: float = 5.0) -> tuple[list[bool], bool]:
     """(whether each test passes, whether time ran out). A test is a Python statement, such as `assert f(1) == 2`. All
     run in one process after the program, within `seconds` together. SandboxError if it could not be run; ValueError for
     a test that is not Python.
@@ -74,7 +71,7 @@ def run_tests(
     questions, checks = zip(*map(question, tests), strict=True) if tests else ((), ())
     secret = random.token_hex(8)  # hidden from the program, so that its output cannot pass for an answer
     job = {"program": program, "questions": questions, "secret": secret}
-    result = run(job, seconds, memory_mb, disk_mb, disk_mb * 2**20, why_not_contained() is None)
+    result = run(job, seconds, DISK_MB * 2**20, why_not_contained() is None)
     answers = {}
     for line in result.stdout.split("\n"):
         with suppress(ValueError, TypeError):  # the program's output
@@ -112,12 +109,8 @@ def is_literal(expected, answer) -> bool:
 def containment() -> str:
     """One line on what contains code on this machine."""
     if fault := why_not_contained():
-        rights = "IT REACHES FILES, SOCKETS AND THE NETWORK WITH THE RIGHTS OF THIS USER"
-        return f"nothing that contains it ({fault}): {rights}"
-    return (
-        "bubblewrap: no network; its own processes, sockets and user; of the disk only /usr and this Python, "
-        f"read-only; limits on time, on memory of each process, and at most {PROCESSES} processes"
-    )
+        return f"nothing that contains it ({fault}): IT REACHES FILES AND THE NETWORK WITH THE RIGHTS OF THIS USER"
+    return "bubblewrap: no network; its own processes, sockets and user; limits on disk, time, memory and processes"
 
 
 def check_contained(functions: Iterable[Callable], cfg) -> None:
@@ -125,18 +118,17 @@ def check_contained(functions: Iterable[Callable], cfg) -> None:
     --allow_uncontained is not given. Otherwise prints what contains it."""
     global allow_uncontained
     allow_uncontained = cfg.allow_uncontained
-    names = [
-        getattr(function, "__name__", str(function)) for function in functions if getattr(function, "executes_code", 0)
-    ]
+    executing = [function for function in functions if getattr(function, "executes_code", False)]
+    names = ", ".join(getattr(function, "__name__", str(function)) for function in executing)
     if not names:
         return
     if why_not_contained() and not allow_uncontained:
         raise ConfigError(
-            f"{', '.join(names)} would run code that the model writes, and nothing contains it here: "
-            f"{why_not_contained()}. See docs/sandbox.md, or add --allow_uncontained where nothing can be lost."
+            f"{names} would run code that the model writes, and nothing contains it here: {why_not_contained()}. See "
+            "docs/sandbox.md, or add --allow_uncontained where nothing can be lost."
         )
     if os.environ.get("RANK", "0") == "0":
-        print(f"Code that the model writes ({', '.join(names)}) runs in {containment()}.")
+        print(f"Code that the model writes ({names}) runs in {containment()}.")
 
 
 def require_containment() -> None:
@@ -150,7 +142,7 @@ def why_not_contained() -> str | None:
     if not shutil.which("bwrap"):
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:
-        result = run({"program": "print(1)", "stdin": ""}, 60, 512, 8, OUTPUT, contain=True)
+        result = run({"program": "print(1)", "stdin": ""}, 60, OUTPUT, contain=True)
     except SandboxError as error:
         return f"bubblewrap does not work here: {error}"
     if result.stdout != "1\n":
@@ -161,10 +153,10 @@ def why_not_contained() -> str | None:
 # ---- a process ------------------------------------------------------------------------------------------------------
 
 
-def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, max_output: int, contain: bool) -> Result:
+def run(job: dict, seconds: float, max_output: int, contain: bool) -> Result:
     """The result of a job for sandbox_inside.py. Time counts from when the sandbox is ready to take the job."""
     user = foreign_user() if contain else None
-    job |= dict(user=user, memory_mb=memory_mb, disk_mb=disk_mb, processes=PROCESSES if contain else None)
+    job |= dict(user=user, memory_mb=MEMORY_MB, disk_mb=DISK_MB, processes=PROCESSES if contain else None)
     with ExitStack() as stack:
         out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         # Uncontained code runs here; contained code does not see it.
@@ -172,7 +164,7 @@ def run(job: dict, seconds: float, memory_mb: int, disk_mb: int, max_output: int
         ready_fd, signal_fd = os.pipe()
         stack.callback(os.close, ready_fd)
         inside = INSIDE if contain else os.path.abspath(sandbox_inside.__file__)
-        command = [*(bubblewrap(user, disk_mb) if contain else ()), sys.executable, "-I", inside, str(signal_fd)]
+        command = [*(bubblewrap(user) if contain else ()), sys.executable, "-I", inside, str(signal_fd)]
         options = dict(cwd="/" if contain else folder, env=ENVIRONMENT, pass_fds=[signal_fd], start_new_session=True)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, **options)
         stack.callback(end, process)
@@ -219,7 +211,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}  # threads count as processes
 
 
-def bubblewrap(user: int | None, disk_mb: int) -> list[str]:
+def bubblewrap(user: int | None) -> list[str]:
     """The bubblewrap part of the command line. user: the foreign user that root changes to; None: a user namespace
     instead."""
     spaces = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent"
@@ -238,8 +230,8 @@ def bubblewrap(user: int | None, disk_mb: int) -> list[str]:
     for file in ("/etc/ld.so.cache", "/etc/alternatives"):
         command += ["--ro-bind-try", file, file]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    for place, megabytes in (("/tmp", disk_mb), ("/dev/shm", disk_mb)):
-        command += ["--perms", "1777", "--size", str(megabytes * 2**20), "--tmpfs", place]
+    for place in ("/tmp", "/dev/shm"):
+        command += ["--perms", "1777", "--size", str(DISK_MB * 2**20), "--tmpfs", place]
     for place in python_places():  # after /tmp: they may be below it
         for above in reversed(Path(place).parents[:-1]):
             command += ["--dir", str(above)]  # readable by the user, like the folder itself

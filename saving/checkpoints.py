@@ -26,13 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from transformers import GenerationConfig
 
 import utils
@@ -69,14 +63,14 @@ def train_state(modules: dict, new: Iterable[str] = ()) -> dict:
     or all its weights if it has no optimizer. new: names whose optimizer has made no update, and so has no state."""
     state = {}
     for name, (module, optimizer) in modules.items():
-        options = StateDictOptions(ignore_frozen_params=optimizer is not None)
+        options = state_dict.StateDictOptions(ignore_frozen_params=optimizer is not None)
         # Weights in 4 bits are frozen and so left out; their scales have to be left out here.
         packed = [n.removeprefix("module.") for n, p in module.named_parameters() if not p.is_floating_point()]
         scales = tuple(f"{name}." for name in packed)
-        weights = get_model_state_dict(module, options=options)
+        weights = state_dict.get_model_state_dict(module, options=options)
         state[name] = {"model": {key: weight for key, weight in weights.items() if not key.startswith(scales)}}
         if optimizer is not None and name not in new:
-            state[name]["optimizer"] = get_optimizer_state_dict(module, optimizer, options=options)
+            state[name]["optimizer"] = state_dict.get_optimizer_state_dict(module, optimizer, options=options)
     return state
 
 
@@ -170,10 +164,7 @@ def memory_bytes(memory: dict) -> bytes:
         torch.save(memory, file)
         return file.getvalue()
     except Exception as error:  # pickling runs the code of any class
-        raise ValueError(
-            f"`memory` of after_rollout holds what a checkpoint cannot keep ({text_of(error):.200}): give it tensors, "
-            "numbers, texts, trajectories, and lists, sets and dicts of them."
-        ) from error
+        raise ValueError(f"`memory` holds what a checkpoint cannot keep ({text_of(error):.200})") from error
 
 
 def rank_state(memory: dict) -> dict:
@@ -211,10 +202,7 @@ def read_state(run_dir: Path, step: int) -> dict:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume: {folder}/trainer/state.json cannot be read: {error}. {REMEDY}") from None
     if state.get("format") != FORMAT:
-        raise ConfigError(
-            f"--resume: an older version wrote {folder}. Resume it with that version, or begin a new run from its "
-            f"weights: --model_id {folder} --run_name NEW."
-        )
+        raise ConfigError(f"--resume: an older version wrote {folder}. Begin anew: --model_id {folder} --run_name NEW.")
     return state
 
 
@@ -244,12 +232,12 @@ def load_checkpoint(run_dir: Path, step: int, modules: dict, memory: dict) -> di
             f"--lora_targets and --optim it was saved with. {REMEDY} {str(error)[-600:]}"
         ) from None
     for name, (module, optimizer) in modules.items():
-        options = StateDictOptions(ignore_frozen_params=optimizer is not None, strict=optimizer is None)
-        set_model_state_dict(module, state[name]["model"], options=options)
+        options = state_dict.StateDictOptions(ignore_frozen_params=optimizer is not None, strict=optimizer is None)
+        state_dict.set_model_state_dict(module, state[name]["model"], options=options)
         if optimizer is None:
             continue
         if "optimizer" in state[name]:
-            set_optimizer_state_dict(module, optimizer, state[name]["optimizer"], options=options)
+            state_dict.set_optimizer_state_dict(module, optimizer, state[name]["optimizer"], options=options)
         else:
             optimizer.state.clear()
         for group, group_setting in zip(optimizer.param_groups, settings[name], strict=True):
@@ -272,10 +260,7 @@ def load_rank_state(folder: Path, memory: dict) -> None:
     else:
         memories = {torch.load(file, weights_only=False)["memory"] for file in files}
         if len(memories) > 1:
-            raise ConfigError(
-                f"--resume: the {len(files)} ranks that saved {folder} had different `memory` (after_rollout), so a "
-                "new rank has none. Resume on as many, or fill it alike on all (utils.gather_objects) in a new run."
-            )
+            raise ConfigError(f"the {len(files)} ranks that saved {folder} had different `memory`; resume on as many.")
         state = {"memory": memories.pop()}
     memory.update(torch.load(io.BytesIO(state["memory"]), weights_only=False))
 

@@ -40,7 +40,8 @@ def begin(cfg: TrainConfig, rows, held_out):
             start = checkpoints.last_step(run_dir) if cfg.resume else 0
             lock = claim_run(cfg)
             if start:
-                say(differences(checkpoints.read_state(run_dir, start), made_with, cfg), cfg.run_name, start)
+                lines = differences(checkpoints.read_state(run_dir, start), made_with, cfg) or ["none"]
+                print(f"Resuming {cfg.run_name} after step {start}. Differences:", *lines, sep="\n  * ", flush=True)
             elif cfg.resume:
                 print(f"--resume: {run_dir} has no complete checkpoint, so {cfg.run_name} begins.", flush=True)
     except (ConfigError, OSError) as caught:
@@ -98,9 +99,8 @@ def check_same(made_with: dict) -> None:
         if names := [name for name in first if name in other and other[name] != first[name]]:
             diff = ", ".join(f"{name} {str(other[name])[:60]} and not {str(first[name])[:60]}" for name in names[:8])
             raise ConfigError(
-                f"rank {rank} has other settings, rows or code than rank 0: {diff}. Start all nodes alike, with the "
-                "same files. A function of rows must give all ranks the same: shuffle by its argument `seed`, and list "
-                "no set() without sorting it."
+                f"rank {rank} has other settings, rows or code than rank 0: {diff}. Start all nodes alike. A function "
+                "of rows must give all ranks the same: shuffle by its `seed`, and sort what comes from a set()."
             )
 
 
@@ -108,10 +108,7 @@ def check_visible(run_dir: Path) -> None:
     """ConfigError naming the ranks that do not see the run folder of rank 0. Collective."""
     ranks = utils.gather_objects((socket.gethostname(), run_dir.is_dir()))
     if blind := [f"rank {rank} on {host}" for rank, (host, is_visible) in enumerate(ranks) if not is_visible]:
-        raise ConfigError(
-            f"--output_dir={run_dir.parent}: {', '.join(blind[:8])} see(s) no run folder {run_dir.resolve()} of rank "
-            f"0 on {ranks[0][0]}. All ranks write checkpoints to it: give a folder that every node has mounted."
-        )
+        raise ConfigError(f"--output_dir={run_dir.parent} is not seen by {', '.join(blind[:8])}: have it mounted.")
 
 
 def differences(state: dict, now: dict, cfg: TrainConfig) -> list[str]:
@@ -134,8 +131,3 @@ def differences(state: dict, now: dict, cfg: TrainConfig) -> list[str]:
     packages = {**saved["versions"], **now["versions"]}
     changed_packages = [name for name in packages if saved["versions"].get(name) != now["versions"].get(name)]
     return lines + [f"{name} {saved['versions'].get(name)} -> {now['versions'].get(name)}" for name in changed_packages]
-
-
-def say(lines: list[str], name: str, start: int) -> None:
-    text = "".join(f"\n  * {line}" for line in lines)
-    print(f"Resuming {name} after step {start}" + (f", with differences:{text}" if lines else "."), flush=True)

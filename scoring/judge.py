@@ -49,10 +49,9 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
         questions.append(fill_in(template, row | {"prompt": text, "completion": completion_text(completion)}))
     calls = [THREADS.submit(verdict, question, cfg, deadline) for question in questions]
     wait(calls, max(end - time.monotonic(), 0))
-    late = f"{http.origin(cfg.judge_url)} gave no answer in time"  # a busy server is asked again and again
-    verdicts = [
-        call.result() if call.done() else (UNSCORED | {"unanswered": 1}, f"(not counted: {late})") for call in calls
-    ]
+    # A busy server is asked again and again.
+    late = UNSCORED | {"unanswered": 1}, f"(not counted: {http.origin(cfg.judge_url)} gave no answer in time)"
+    verdicts = [call.result() if call.done() else late for call in calls]
     if log_extra is not None:
         log_extra("judge", [text for _, text in verdicts])
     return [parts for parts, _ in verdicts]
@@ -88,13 +87,12 @@ def answer_of(question: str, cfg, deadline: float) -> tuple[str, str | None]:
     """(text, finish_reason). NoAnswer if there is none."""
     body = {"model": cfg.judge_model, "messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
     url, seconds = http.route(cfg.judge_url, "/chat/completions"), max(deadline - time.monotonic(), 0)
-    response = http.ask("POST", url, seconds, body, secrets.read("JUDGE_TOKEN"))
-    try:
-        choice = response["choices"][0]
+
+    def read(answer: dict) -> tuple[str, str | None]:
+        choice = answer["choices"][0]
         return choice["message"]["content"] or "", choice.get("finish_reason")
-    except (KeyError, IndexError, TypeError, AttributeError):
-        fault = f"{http.origin(url)} answered without choices[0].message.content; is it OpenAI-compatible?"
-        raise http.NoAnswer(fault) from None
+
+    return http.ask("POST", url, seconds, body, secrets.read("JUDGE_TOKEN"), read=read)
 
 
 def read_score(text: str) -> float | None:

@@ -12,11 +12,9 @@ import threading
 import time
 from functools import cache
 
-from config import shorten
 from inputs.prompts import adds_bos, normal, prompt_messages, tokenize
 from modeling.loading import check_missing
 from network import http, secrets
-from safety.results import say_once
 
 # torch and transformers are imported only to load a model: a served one needs no torch.
 
@@ -26,12 +24,8 @@ LOCK = threading.Lock()  # each group is scored in its own thread, but the model
 def as_text(completions, tokenizer, cfg) -> bool:
     """Whether prompt + completion is scored as plain text, not as a chat: if the policy was given plain text, or the
     classifier has no chat template."""
-    if not isinstance(completions[0], str):
-        return False
     plain = cfg.no_apply_chat_template or not getattr(tokenizer, "chat_template", None)
-    form = "plain text, prompt + completion" if plain else "a chat, in the classifier's own template"
-    say_once(f"reward_model: string prompts are scored as {form}")
-    return plain
+    return plain and isinstance(completions[0], str)
 
 
 def token_ids(completions, prompts, tokenizer, cfg) -> list[list[int]]:
@@ -68,12 +62,11 @@ def served_model(url: str):
     """(name, tokenizer) of the model at the address."""
     from transformers import AutoTokenizer
 
-    response = http.ask("GET", http.route(url, "/v1/models"), 10, token=token())
-    try:
-        model = response["data"][0]
-        name, folder = model["id"], model.get("root") or model["id"]
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise http.NoAnswer(f"{http.origin(url)} names no model at /v1/models: {shorten(response)}") from None
+    def read(answer: dict) -> tuple[str, str]:
+        model = answer["data"][0]
+        return model["id"], model.get("root") or model["id"]
+
+    name, folder = http.ask("GET", http.route(url, "/v1/models"), 10, token=token(), read=read)
     return name, AutoTokenizer.from_pretrained(folder)
 
 
@@ -94,12 +87,8 @@ def reward_model(completions, prompts, cfg) -> list[float]:
         rows = token_ids(completions, prompts, tokenizer, cfg)
         body = {"model": name, "input": rows, "use_activation": False}
         url = http.route(cfg.reward_model, "/classify")
-        response = http.ask("POST", url, max(deadline - time.monotonic(), 0), body, token())
-        try:
-            return [row["probs"][0] for row in response["data"]]
-        except (KeyError, IndexError, TypeError):
-            fault = f"{http.origin(url)} answered without data[].probs: {shorten(response)}"
-            raise http.NoAnswer(f"{fault}. Is it `vllm serve MODEL --runner pooling`?") from None
+        seconds = max(deadline - time.monotonic(), 0)
+        return http.ask("POST", url, seconds, body, token(), read=lambda a: [row["probs"][0] for row in a["data"]])
     import torch
 
     tokenizer, model = load(cfg.reward_model)

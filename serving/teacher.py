@@ -77,11 +77,7 @@ class TeacherServers:
                 time.sleep(0.5)
             server.model, room = card["id"], card.get("max_model_len") or window + 1
             if room < window + 1:
-                raise ConfigError(
-                    f"--teacher_urls: {server.url} has a window of {room} tokens; prompt, completion and one more need "
-                    f"{window + 1} (--max_prompt_length + --max_completion_length + 1): --max-model-len {window + 1} "
-                    "there."
-                )
+                raise ConfigError(f"--teacher_urls: {server.url} has a window of {room}; it needs {window + 1}.")
             self._check_vocabulary(server, decode, vocab_size)
             try:
                 self._said(server, [0, 1], top, None, [])
@@ -96,9 +92,7 @@ class TeacherServers:
         """The card of the served model, from /v1/models."""
         cards = {card["id"]: card for card in self._ask(server, "GET", "/v1/models").get("data", [])}
         if len(cards) != 1:
-            raise ConfigError(
-                f"--teacher_urls: {server.url} serves {', '.join(cards) or 'no model'}; give it the teacher alone."
-            )
+            raise ConfigError(f"--teacher_urls: {server.url} serves {', '.join(cards) or 'nothing'}, not one model.")
         return next(iter(cards.values()))
 
     def _check_vocabulary(self, server: Server, decode: Callable, vocab_size: int) -> None:
@@ -108,11 +102,7 @@ class TeacherServers:
             ids = list(range(start, min(start + PIECE, vocab_size)))
             answer = self._ask(server, "POST", "/detokenize", {"model": server.model, "tokens": ids})
             if answer.get("prompt") != decode(ids):
-                raise ConfigError(
-                    f"--teacher_urls: {server.url} ({server.model}) has another vocabulary: tokens {ids[0]} to "
-                    f"{ids[-1]} do not all have the policy's texts, so its log-probs would be of other texts. Take a "
-                    "teacher of the policy's family, or train on a teacher's answers (supervised) first."
-                )
+                raise ConfigError(f"--teacher_urls: {server.url} has other tokens between {ids[0]} and {ids[-1]}.")
 
     async def score(self, ids: list[int], top: int = 0, images: list | None = None, expanded: list[int] = ()) -> Scores:
         """The teacher's log-probs at every token but the first; TeacherError if they are unusable or late.
@@ -131,10 +121,7 @@ class TeacherServers:
                 causes.append(str(error).rstrip("."))
             finally:
                 server.load -= 1
-        raise TeacherError(
-            f"the teacher gave no log-probs: {'; '.join(causes)}. Look at its terminal; start it again, or raise "
-            f"--request_timeout (now {self.seconds:g} s)."
-        )
+        raise TeacherError(f"no log-probs of the teacher: {'; '.join(causes)}. See --request_timeout.")
 
     def _said(self, server: Server, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Scores:
         if images:
@@ -152,9 +139,7 @@ class TeacherServers:
                 raise ValueError("about other tokens than it was asked about")
             return read(ids[1:], places[1:], top)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise TeacherError(
-                f"the teacher at {server.url} answered {error}; nothing of it is used. Is it a vLLM server?"
-            ) from None
+            raise TeacherError(f"the teacher at {server.url} answered {error}. Is it a vLLM server?") from None
 
 
 def read(ids: list[int], places: list[dict], top: int) -> Scores:

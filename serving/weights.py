@@ -19,11 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -204,9 +200,8 @@ def pack_experts_again(model: nn.Module) -> None:
         method = getattr(layer, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if experts is not None and "process_weights_after_loading" not in vars(method):
-            method.process_weights_after_loading = functools.partial(
-                pack_once, method.process_weights_after_loading, experts
-            )
+            process = method.process_weights_after_loading
+            method.process_weights_after_loading = functools.partial(pack_once, process, experts)
 
 
 def pack_once(process, experts, layer: nn.Module) -> None:

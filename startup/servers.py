@@ -30,10 +30,7 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
 
         window, needed = window_of(hf_model.config), cfg.max_prompt_length + cfg.max_completion_length
         if window and needed > window:
-            say_once(
-                f"{cfg.model_id} has a window of {window} tokens, --max_prompt_length and --max_completion_length "
-                f"need up to {needed}: some completions end at the window."
-            )
+            say_once(f"{cfg.model_id} has a window of {window} tokens, not {needed}: some completions end there.")
         if cfg.load_in:
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:
@@ -84,16 +81,12 @@ def check_model(urls: list[str], infos: list, config, window: int) -> None:
     for url, info in zip(urls, infos, strict=True):
         served_sizes = (info.vocab_size, info.hidden_size, info.num_layers)
         if served_sizes != trained_sizes and info.vocab_size is not None:
-            dims = "(vocabulary, hidden size, layers)"
             raise ConfigError(
-                f"{url} serves {info.model} with {served_sizes} {dims}; the trainer trains {config._name_or_path} with "
+                f"{url} serves {info.model} with (vocabulary, hidden size, layers) {served_sizes}, not the trainer's "
                 f"{trained_sizes}. Start the server with the trainer's --model_id as its --model."
             )
         if info.window < window:
-            raise ConfigError(
-                f"{url} has a window of {info.window} tokens; prompts and completions need up to {window} "
-                f"(--max_prompt_length + --max_completion_length). Lower those, or serve with --max-model-len {window}."
-            )
+            raise ConfigError(f"{url} has a window of {info.window} tokens; start it with --max-model-len {window}.")
 
 
 def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: TrainConfig) -> None:

@@ -60,10 +60,10 @@ def test_gymnasium():
     make = get_environment("gymnasium?id=CliffWalking-v1&hint=Walk+to+the+goal.")
     first, second = make(), make()
     assert first.reset({}, 5) == second.reset({}, 5)
-    assert "Walk to the goal. Answer each time with an action from 0 to 3" in first.reset({}, 5)[0]["content"]
+    assert "Walk to the goal. Answer each time with an action from 0 to 3" in first.reset({}, 5)
     assert step(first, "<answer>7</answer>")[1:] == (-0.1, False, {"valid": 0.0})
-    messages, reward, done, info = step(first, "I go <answer>0</answer>")
-    assert (reward, done, info) == (-1.0, False, {"valid": 1.0}) and "o" in messages[0]["content"]
+    text, reward, done, info = step(first, "I go <answer>0</answer>")
+    assert (reward, done, info) == (-1.0, False, {"valid": 1.0}) and "o" in text
     assert step(first, "1")[1] == -1.0
 
 

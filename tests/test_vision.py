@@ -28,7 +28,7 @@ from envs import Environment
 from envs.turns import play
 from inputs import pictures, prompts, vision
 from inputs.parts import PartError
-from inputs.pictures import encode_image
+from inputs.pictures import encode_image, load_image
 from inputs.processor import load_processor
 from modeling import agreement
 from modeling.model import rope_index_of
@@ -307,7 +307,7 @@ def looks(row, endpoint):
     client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
 
     def say(messages: list, seed: int) -> list:
-        url = encode_image(picture(seed, 56 + 28 * (seed % 2), 56))
+        url = encode_image(load_image(picture(seed, 56 + 28 * (seed % 2), 56))[1])
         parts = [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": url}}]
         messages = [*messages, {"role": "user", "content": parts}]
         return [*messages, client.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message]

@@ -14,7 +14,7 @@ import train_grpo as script
 import vllm_client
 from algorithms import teachers
 from config import TrainConfig
-from inputs import vision
+from inputs import pictures, vision
 from inputs.processor import load_processor
 from rollouts import single_turn
 
@@ -75,7 +75,7 @@ def test_a_server_that_sees_another_picture_ends_the_run(run, monkeypatch):
     _, cfg, client = run
     rows = [row for row in picture_rows() if "image" in row]
     encode = vllm_client.encode_image
-    monkeypatch.setattr(vllm_client, "encode_image", lambda _: encode(picture(9, 90, 90)))
+    monkeypatch.setattr(vllm_client, "encode_image", lambda _: encode(pictures.load_image(picture(9, 90, 90))[1]))
     with pytest.raises(RuntimeError, match="the generator made"):
         asyncio.run(single_turn(rows, client, cfg))
 

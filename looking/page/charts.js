@@ -35,9 +35,8 @@ function smoothed(y, share) {
 export class Chart {
   constructor(title, note) {
     this.plot = h("div", { class: "plot", role: "img", "aria-label": `Chart: ${title}` });
-    this.legend = h("div", { class: "key" });
     const head = h("header", {}, h("h3", {}, said(title)), h("p", { class: "dim" }, said(note || " ")));
-    this.element = h("article", { class: "card" }, head, this.legend, this.plot);
+    this.element = h("article", { class: "card" }, head, this.plot);
     this.element.card = this;
     this.inSight = this.dirty = false;
     seen.observe(this.element);
@@ -53,14 +52,15 @@ export class Chart {
   draw() {
     if (!this.dirty || !this.inSight) return;
     this.dirty = false;
-    const { smooth, stacked, x } = this.options;
+    const { smooth, stacked, x, legend } = this.options;
     const columns = uPlot.join(this.curves.map((curve) => [curve.x, smoothed(curve.y, smooth)]));
-    this.shown = columns.slice(1); // each curve's values, before they are stacked
-    const series = [{}, ...this.curves.map((curve) => {
+    const values = columns.slice(1); // each curve's, before they are stacked
+    const series = [{ label: x, value: (u, place) => short(place) }, ...this.curves.map((curve, n) => {
       const stroke = colour(curve.n), dash = DASHES[Math.floor(curve.n / COLOURS.length) % DASHES.length];
       const points = { show: curve.x.length < 12, size: 6 };
       const fill = stacked ? { fill: `${stroke}cc`, width: 0.5 } : {};
-      return { stroke, width: 1.8, dash, spanGaps: true, points, ...fill };
+      const value = (u, y, s, at) => short(at === null ? curve.y.at(-1) : values[n][at]); // under the pointer, or the last
+      return { label: said(curve.name), value, stroke, width: 1.8, dash, spanGaps: true, points, ...fill };
     })];
     if (stacked) { // each on top of those behind it, so that filling down to 0 leaves its own share visible
       for (let n = columns.length - 2; n > 0; n--) {
@@ -74,30 +74,14 @@ export class Chart {
     this.chart?.destroy();
     this.chart = new uPlot({
       width: this.plot.clientWidth || 400, height: HEIGHT, series,
-      legend: { show: false }, cursor: { drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { range: (u, low, high) => limits(low, high, stacked) } },
+      legend: { show: legend }, cursor: { drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: stacked ? { range: (u, low, high) => [0, high * 1.05 || 1] } : {} },
       axes: [
         { ...axis, grid: { show: false }, incrs: x === "step" ? whole : undefined },
         { ...axis, size: 52, values: (u, splits) => splits.map((value) => short(value)) },
       ],
-      hooks: { setCursor: [(u) => this.label(u.cursor.idx)] },
     }, columns, this.plot);
-    this.label(null);
     this.element.dataset.drawn = String(this.curves.reduce((sum, curve) => sum + curve.x.length, 0));
-  }
-
-  /** The key: names, with the values under the pointer; of one curve its last value. */
-  label(place) {
-    const { x, legend } = this.options;
-    const pointed = place !== null && place !== undefined;
-    const at = (n) => (pointed ? ` ${short(this.shown[n][place])}` : "");
-    const where = pointed ? h("span", { class: "dim" }, `${x} ${short(this.chart.data[0][place])}`) : "";
-    if (this.curves.length === 1 && legend) {
-      this.legend.replaceChildren(where, h("span", { class: "dim" }, at(0) || `last ${short(this.curves[0].y.at(-1))}`));
-    } else {
-      const named = (legend ? this.curves : []).slice(0, 12);
-      this.legend.replaceChildren(where, ...named.map((curve, n) => h("span", {}, swatch(curve.n), said(curve.name), at(n))));
-    }
   }
 
   remove() {
@@ -106,15 +90,4 @@ export class Chart {
     this.chart?.destroy();
     this.element.remove();
   }
-}
-
-/** The range of the vertical axis: with 0 in it where a curve has no ups and downs, since rounding would fill the chart. */
-function limits(low, high, stacked) {
-  if (low === null || low === undefined) return [0, 1];
-  const most = Math.max(Math.abs(low), Math.abs(high));
-  if (stacked) return [0, high * 1.05 || 1];
-  if (most === 0) return [-0.1, 1];
-  if (high - low <= 1e-4 * most) return [Math.min(0, 1.5 * low), Math.max(0, 1.5 * high)];
-  const air = 0.06 * (high - low);
-  return [low - air, high + air];
 }

@@ -34,10 +34,17 @@ export function long(text, limit = 4000, attributes = {}) {
   return made;
 }
 
-/** Terms and what they are, beside one another. */
+/** Terms and what they are, beside one another; without those that are unknown. */
 export function pairs(list) {
-  return h("dl", { class: "pairs" }, list.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
+  const known = list.filter(([, value]) => value !== null && value !== undefined);
+  return h("dl", { class: "pairs" }, known.map(([term, value]) => h("div", {}, h("dt", {}, said(term)), h("dd", {}, said(value)))));
 }
+
+/** Terms about a completion. */
+export const about = (found) => [
+  ...Object.entries(found.rewards).map(([name, value]) => [name, short(value)]), ["advantage", short(found.advantage)], ["length", found.length],
+  ["ended by", found.finish_reason], ["domain", found.domain], ["policy version", found.policy_version], ["row", found.row_number], ["origin", found.origin],
+];
 
 // In report.html the answers stand in the page itself.
 export const inlined = JSON.parse(document.getElementById("inlined")?.textContent ?? "null");

@@ -27,12 +27,6 @@ export function heading(name, label, sort, change) {
     direction === "ascending" ? " ▲" : direction ? " ▼" : ""));
 }
 
-function progress(run) {
-  const made = h("span", { class: "steps" }, run.steps ? `${run.step} / ${run.steps}` : String(run.step ?? "–"));
-  if (run.steps) made.style.backgroundSize = `${Math.min(100, (100 * run.step) / run.steps)}% 2px`;
-  return made;
-}
-
 export function runsView(content, parameters, signal) {
   let runs = [];
   let sort = parameters.get("sort") ?? "";
@@ -56,7 +50,7 @@ export function runsView(content, parameters, signal) {
     const gained = typeof run.first === "number" && run.first !== run.last;
     const more = run.notes > 1 ? ` +${run.notes - 1}` : "";
     return h("tr", { "data-run": run.name }, h("td", {}, box), h("td", { class: "name" }, h("a", { href: address }, said(run.name))),
-      h("td", {}, stateOf(run)), h("td", {}, said(run.task)), h("td", {}, said(run.algorithm)), number(progress(run)),
+      h("td", {}, stateOf(run)), h("td", {}, said(run.task)), h("td", {}, said(run.algorithm)), number(run.steps ? `${run.step} / ${run.steps}` : String(run.step ?? "–")),
       h("td", { class: "stands-out" }, run.note ? h("a", { class: run.level, href: address }, said(run.note), more) : null),
       number(gained ? h("span", { class: "dim" }, `${short(run.first)} → `) : null, h("b", { title: run.metric }, short(run.last))),
       number(short(run.reward)), number(duration(run.seconds)), number(age(run.updated)));

@@ -1,5 +1,5 @@
 // The completions of a step: a list to sort, search and filter, and the group of the chosen one beside it.
-import { get, h, link, long, pairs, poll, remember, said, score, short } from "./dom.js";
+import { about, get, h, link, long, pairs, poll, remember, said, score, short } from "./dom.js";
 import { by, heading } from "./runs.js";
 
 const KINDS = { completions: "training", evaluations: "held out" };
@@ -118,15 +118,11 @@ export async function trajectoriesView(content, parameters, signal) {
   function card(one, found) {
     const calls = found.turns.flatMap((turn) => turn.calls);
     const failed = calls.filter((call) => call.failed).length;
-    const about = [
-      ...Object.entries(found.rewards).map(([name, value]) => [name, short(value)]), ["advantage", short(one.advantage)], ["length", found.length],
-      ["ended by", found.finish_reason], ["version", found.policy_version], ["origin", found.origin],
-      ["calls", calls.length ? `${calls.length}${failed ? `, ${failed} failed` : ""}` : null],
-    ];
+    const called = ["calls", calls.length ? `${calls.length}${failed ? `, ${failed} failed` : ""}` : null];
     const turn = (one) => [long(one.text, 1500, { class: "own" }), one.observation.map((part) => long(part, 600, { class: "answer" }))];
     return h("article", { class: "card completion", "aria-current": one.n === row ? "true" : undefined },
       h("header", {}, h("span", {}, "reward ", score(one.reward, ...spans.reward)), h("a", { href: link("trajectory", place({ row: one.n })) }, "turns and tokens")),
-      pairs(about.filter(([, value]) => value !== null && value !== undefined)),
+      pairs([...about(found), called]),
       found.turns.length > 1 ? found.turns.map(turn) : long(found.completion, 3000, { class: "own" }));
   }
 

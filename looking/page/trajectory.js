@@ -1,5 +1,5 @@
 // One trajectory: its scores, turn by turn with calls and answers, then token by token.
-import { get, h, link, long, pairs, remember, said, short } from "./dom.js";
+import { about, get, h, link, long, pairs, remember, said, short } from "./dom.js";
 import { tokenView } from "./tokens.js";
 
 function call(one) {
@@ -23,17 +23,12 @@ export async function trajectoryView(content, parameters, signal) {
   const to = (row) => link("trajectory", { ...place, row, colour: parameters.get("colour") });
   const exists = (row) => row >= 0 && row < found.total;
   const other = (row, label, key) => h("a", { class: "button", href: to(row), title: `key ${key}`, "aria-disabled": exists(row) ? undefined : "true" }, label);
-  const about = [
-    ["reward", short(found.reward)], ...Object.entries(found.rewards).map(([name, value]) => [name, short(value)]), ["advantage", short(found.advantage)],
-    ["length", found.length], ["ended by", found.finish_reason], ["domain", found.domain], ["policy version", found.policy_version],
-    ["row", found.row_number], ["origin", found.origin],
-  ];
   const turns = found.turns.length;
   const tokens = h("div", {}, h("p", { class: "dim" }, "The tokens of this step were not kept. See docs/looking.md."));
   content.append(
     h("div", { class: "bar" }, h("h1", {}, `${place.kind === "evaluations" ? "Held-out completion" : "Completion"} ${place.row}`, h("span", { class: "dim" }, ` of step ${place.step}`)),
       other(place.row - 1, "← previous", "k"), other(place.row + 1, "next →", "j")),
-    h("div", { class: "card" }, pairs(about.filter(([, value]) => value !== null && value !== undefined))),
+    h("div", { class: "card" }, pairs([["reward", short(found.reward)], ...about(found)])),
     h("div", { class: "columns even" },
       h("div", {},
         h("div", { class: "card" }, h("h2", {}, "Prompt"), found.picture ? h("img", { class: "picture", alt: "the row's image, as it was kept", src: found.picture }) : null, long(found.prompt, 4000)),
