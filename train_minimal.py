@@ -1,7 +1,7 @@
 """GRPO on one page: rows in, a better model out. Read it from top to bottom; train_grpo.py has what is left out here.
 
     python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or --model_id: any text model for chats
-    python train_minimal.py --generator hf                                # one process that trains and samples
+    python train_minimal.py --generator hf --learning_rate 5e-5 --max_steps 10    # .04 of held-out sums right, then .5
 
 With a server (its window, here 256 tokens, has to hold prompt and completion) and two ranks that train:
 
@@ -30,8 +30,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. Other fields of config.py have their defaults, and
-    become flags with a line here: system_prompt, dist_timeout ... Those of the algorithm (beta, top_p) do nothing."""
+    """The flags of this script; the comment behind each is its help. Other fields of config.py are no flags, and have
+    defaults. A line here makes one a flag (dist_timeout); the algorithm's (beta, top_p) are not read even then."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -143,9 +143,9 @@ async def sample(
             )
             for c in group
         ]
-    starts = range(0, len(trajectories), count)  # a prompt's completions at once; `score` fills in info["reward"]
+    starts = range(0, len(trajectories), count)  # a prompt's at once; functions that take over 30 s give 0
     await asyncio.gather(*(score(trajectories[start : start + count], rewards, cfg) for start in starts))
-    if any(t.info["unrewarded"] for t in trajectories):
+    if any(t.info["unrewarded"] for t in trajectories):  # filled in by `score`, as is info["reward"]
         raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
     scores = torch.tensor([t.info["reward"] for t in trajectories], dtype=torch.float64)
     return trajectories, scores.view(len(rows), count)
@@ -267,8 +267,8 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
 
 
 def log(folder: Path, step: int, values: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """A line of metrics.jsonl and of the terminal: means of `values`, those of all ranks together, and `metrics`. step:
-    so many are done. The tenth has number 10 and samples of the weights after 9; an evaluation at 10, of later ones."""
+    """A line of metrics.jsonl and of the terminal: means of `values`, those of all ranks together, and `metrics`. Step
+    10 of training: sampled by the weights after 9 steps. An evaluation at step 10: by the weights after 10."""
     line = {name: float(utils.global_mean(value)) for name, value in values.items()} | metrics
     if dist.get_rank() == 0:
         with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
@@ -297,7 +297,7 @@ def train(cfg: Settings) -> None:
     check_step_size(len(rows), cfg.prompts_per_step, world)  # an error if there are too few rows for one
     model = load_hf_model(cfg, torch.float32).to(device)  # transformers' from_pretrained, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    generator = make_generator(cfg, model, tokenizer, device)  # servers, once they are ready, or a copy of the model
+    generator = make_generator(cfg, model, tokenizer, device)  # servers, or a copy in compute_dtype
     push_weights(model, generator, 0)  # the server may still have an earlier run's weights
     TRAINER_STATE.max_steps = cfg.max_steps
 
