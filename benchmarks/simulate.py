@@ -1,7 +1,7 @@
-"""What a step of train_grpo.py does on GPUs that are not there: bytes and collectives.
+"""What a step of train_grpo.py takes of GPUs that are not there.
 
     python benchmarks/simulate.py                          benchmarks/results/simulate.md: ten minutes on one core
-    python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its tables, in half a minute
+    python benchmarks/simulate.py qwen2.5-7b --gpus 8      a row of its table, in half a minute
 
 Takes a name of MODELS and every flag of plan.py; --gpus are the trainer's. The script's own functions run as one rank
 runs them (`--rank`): load_policy, all_logprobs, update (micro-batches, clipping, AdamW) and push_weights. torch's FSDP2
@@ -10,13 +10,11 @@ Tensors have shapes and no memory (FakeTensorMode); they claim a device "gpu", a
 are torch's fake process group. Small tensors whose values decide what is done next (lengths, masks, segments) have
 values.
 
-    simulated   bytes       each storage once while it is alive, in blocks of 512, as CUDA's allocator counts
-                collectives each with the bytes that a rank ends or begins with, within a machine or between several
+    simulated   bytes: each storage once while it is alive, in blocks of 512, as CUDA's allocator counts
     not         time; kernels' own work space, fragmentation, a server, sampling, rewards, ranks that differ in length,
                 values: nothing here says that a gradient is right; FSDP1, and DDP on more than one GPU
 
-Only three passes of an update are simulated; of more, those in the middle are alike. Three and six layers are
-simulated, and a line is drawn from these to all of them; pushes, which no line describes, are simulated whole.
+Only three passes of an update are simulated; of more, those in the middle are alike.
 """
 
 import contextlib
@@ -119,32 +117,18 @@ def held(tensor: Tensor) -> Tensor | None:
     return None if forgotten else value
 
 
-class Stream:
-    """As torch.cuda.Stream and Event, where nothing takes time."""
-
-    def __init__(self, *_, **__): ...
-
-    def record(self, *_) -> "Stream":
-        return self
-
-    wait = wait_stream = wait_event = record_event = synchronize = record
-
-
 class Machine(memory_worker.Recorder):
     """One rank: its memory on the GPU, what it does, what it knows of values."""
 
-    def __init__(self, cfg: SimulateConfig):
+    def __init__(self):
         super().__init__()
-        self.cfg, self.aside = cfg, False
-        self.phases: dict[str, Counter] = {}
-        self.enter("start")
+        self.aside, self.phase = False, "start"
+        self.peaks: dict[str, int] = {}  # of each phase the most bytes alive
 
     def enter(self, name: str) -> None:
-        """What comes from now on belongs to this phase: numbers of (collective, where) and their
-        bytes; "peak": the most bytes alive."""
-        if self.phases:
-            self.phase["peak"] = self.most
-        self.phase, self.most = self.phases.setdefault(name, Counter()), self.now
+        """What comes from now on belongs to this phase."""
+        self.peaks[self.phase] = self.most
+        self.phase, self.most = name, self.now
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, packet = kwargs or {}, func.overloadpacket
@@ -171,8 +155,6 @@ class Machine(memory_worker.Recorder):
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.device.type == GPU.type:
                 self.see(tensor)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.collective(func, args)
         return out
 
     # -- values --
@@ -210,20 +192,6 @@ class Machine(memory_worker.Recorder):
                 for tensor in tree_leaves(given):
                     if isinstance(tensor, FakeTensor) and (value := held(tensor)) is not None:
                         value.untyped_storage().resize_(0)
-
-    # -- counts --
-
-    def collective(self, func, args) -> None:
-        name, tensors = func.__name__.partition(".")[0], [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        if "wait" in name or tensors[0].device.type != GPU.type:
-            return
-        kind = next(kind for kind in ("gather", "scatter", "reduce", "broadcast") if kind in name)
-        size = max(sum(x.nbytes for x in tree_leaves(each) if isinstance(x, Tensor)) for each in args)
-        group = next((x for x in args if isinstance(x, torch.ScriptObject)), None)
-        group = dist.ProcessGroup.unbox(group) if group is not None else dist.group.WORLD
-        machines = {rank // self.cfg.node_gpus for rank in dist.get_process_group_ranks(group)}
-        where = "between machines" if len(machines) > 1 else "within one"
-        self.phase.update({(kind, where): 1, where: size})
 
 
 def compute(func, args, kwargs):
@@ -273,7 +241,8 @@ def simulated(cfg: SimulateConfig):
     def gather(out, value, group=None):
         out[:] = [value] * len(out)
 
-    cuda_like = dict(Stream=Stream, Event=Stream, current_stream=Stream, stream=contextlib.nullcontext)
+    anything = mock.MagicMock()  # as torch.cuda.Stream and Event, where nothing takes time
+    cuda_like = dict(Stream=anything, Event=anything, current_stream=anything, stream=contextlib.nullcontext)
     dist.init_process_group("fake", store=FakeStore(), rank=cfg.rank % cfg.gpus, world_size=cfg.gpus)
     try:
         with (
@@ -288,7 +257,7 @@ def simulated(cfg: SimulateConfig):
             mock.patch.object(script.fsdp, "CPUOffloadPolicy", partial(script.fsdp.CPUOffloadPolicy, pin_memory=True)),
             torch.autograd.set_multithreading_enabled(False),
             FakeTensorMode(allow_non_fake_inputs=True),
-            Machine(cfg) as machine,
+            Machine() as machine,
         ):
             yield machine
     finally:
@@ -408,15 +377,15 @@ def batch_of(cfg: SimulateConfig, passes: int, shown: vision.Prompt | None = Non
 
 @dataclass
 class Result:
-    phases: dict[str, Counter]
-    kept: int  # bytes on the GPU between two steps
+    peaks: dict[str, float]  # of each phase, bytes on the GPU
+    kept: float  # between two steps
 
 
 PASSES = ("first pass", "middle pass", "last pass")
 
 
-def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
-    """A step, phase by phase. Without `passes` a push alone, in less time."""
+def simulate(cfg: SimulateConfig) -> Result:
+    """A step, phase by phase."""
     cfg, config, real = settled(cfg), config_of(cfg), script.load_hf_model
 
     def load(cfg, dtype, given=None):
@@ -442,8 +411,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-        if passes:
-            run_passes(machine, policy, optimizer, batch, cfg)
+        run_passes(machine, policy, optimizer, batch, cfg)
         machine.enter("push")
         if cfg.colocate:
             moves = SimpleNamespace(modules={"policy": (policy, optimizer)}, reference=None, teacher=None)
@@ -452,7 +420,7 @@ def simulate(cfg: SimulateConfig, passes: bool = True) -> Result:
         server.adapter = "policy" if cfg.load_in else None  # nothing can be folded into 4 bits: adapters travel alone
         script.push_weights(policy, server, 1, cfg.push_bucket_mb or plan.push_bucket_mb(0))
         machine.enter("end")
-    return Result(machine.phases, kept)
+    return Result(machine.peaks, kept)
 
 
 def run_passes(machine, policy, optimizer, batch: script.Batch, cfg: SimulateConfig) -> None:
@@ -487,7 +455,7 @@ def predicted(cfg: SimulateConfig) -> Counter:
 
 def errors(found: Result, need: Counter) -> dict[str, tuple[int, int]]:
     """(bytes simulated, bytes that plan.py says) on the GPU: kept between steps, in an update."""
-    update = max(found.phases[name]["peak"] for name in (*PASSES, "optimizer"))
+    update = max(found.peaks[name] for name in (*PASSES, "optimizer"))
     return {"kept": (found.kept, plan.kept_bytes(need)), "update": (update, plan.peak(need))}
 
 
@@ -504,70 +472,29 @@ CASES = [
     "qwen2.5-7b --gpus 1 --strategy ddp --dtype bfloat16 --use_peft --load_in 4bit",
     "qwen2.5-72b --gpus 8 --dtype bfloat16 --use_peft --load_in 4bit",
 ]  # fmt: skip
-FEW = (3, 6)  # layers that are simulated
 
 
-def config(words: str) -> SimulateConfig:
-    return load_config(SimulateConfig, f"--model {words}".split())
-
-
-def whole(cfg: SimulateConfig) -> Result:
-    """A step of all layers."""
-    less, more = (simulate(replace(cfg, layers=layers)) for layers in FEW)
-    share = (config_of(cfg).get_text_config().num_hidden_layers - FEW[0]) / (FEW[1] - FEW[0])
-
-    def line(a: float, b: float) -> float:
-        return a + (b - a) * share
-
-    phases = {}
-    for name, phase in less.phases.items():
-        longer = more.phases[name]
-        phases[name] = Counter({key: line(phase[key], longer[key]) for key in phase.keys() | longer.keys()})
-    # Which tensors fill a bucket together depends on the number of layers, and is on no line.
-    phases["push"] = simulate(cfg, passes=False).phases["push"]
-    return Result(phases, line(less.kept, more.kept))
-
-
-def bytes_row(words: str, sizes: dict, push: int) -> str:
-    cells = [words]
-    for simulated, said in sizes.values():
+def row_of(words: str) -> str:
+    """Of a case, in the table."""
+    cfg = load_config(SimulateConfig, f"--model {words} {LENGTHS}".split())
+    found, cells = simulate(cfg), [words]
+    for simulated, said in errors(found, predicted(cfg)).values():
         apart = f"{said / simulated - 1:+.1%}" if simulated > GIB / 10 else "-"
         cells += [f"{simulated / GIB:.2f}", f"{said / GIB:.2f}", apart]
-    cells.append(f"{push / GIB:.2f}")
-    return f"| {' | '.join(cells)} |"
-
-
-def pass_row(words: str, found: Result) -> str:
-    middle, last = found.phases[PASSES[1]], found.phases[PASSES[2]]
-
-    def calls(phase: Counter, kind: str) -> str:
-        return f"{phase[kind, 'within one'] + phase[kind, 'between machines']:.0f}"
-
-    cells = [words, f"{calls(middle, 'gather')} + {calls(middle, 'scatter')}", calls(last, "reduce")]
-    cells += [f"{middle[where] / GIB:.1f}" for where in ("within one", "between machines")]
-    return f"| {' | '.join(cells)} |"
-
-
-def rows_of(words: str) -> tuple[str, str]:
-    """Of a case, in the tables of bytes and of a pass."""
-    found = whole(cfg := config(f"{words} {LENGTHS}"))
-    push = found.phases["push"]["peak"]
-    rows = bytes_row(words, errors(found, predicted(cfg)), push), pass_row(words, found)
-    print(*rows, sep="\n", flush=True)
-    return rows
+    cells.append(f"{found.peaks['push'] / GIB:.2f}")
+    row = f"| {' | '.join(cells)} |"
+    print(row, flush=True)
+    return row
 
 
 def main(words: list[str]) -> None:
     if words:
-        rows_of(" ".join(words))
+        row_of(" ".join(words))
         return
-    drawn, real = (run(config(f"{CASES[0]} {LENGTHS}")) for run in (whole, simulate))
-    drawn, real = (result.phases[PASSES[1]] for result in (drawn, real))
-    print("a pass, on the line and simulated:", {key: (value, real[key]) for key, value in drawn.items()})
-    tables = iter(zip(*map(rows_of, CASES), strict=True))
+    rows = [row_of(words) for words in CASES]
     out = ROOT / "benchmarks/results/simulate.md"  # its words stay
-    text = re.sub(r"(?<=-\|\n)(?:\|.*\n)+", lambda _: "\n".join(next(tables)) + "\n", out.read_text(encoding="utf-8"))
-    out.write_text(text, encoding="utf-8")
+    table = "\n".join(rows) + "\n"
+    out.write_text(re.sub(r"(?<=-\|\n)(?:\|.*\n)+", table, out.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
