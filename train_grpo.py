@@ -36,7 +36,7 @@ Shapes: B completions (this rank's share of a step), T tokens of the longest pro
 vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B, T] is 1 on sampled tokens;
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
 [B, functions] is what each of --reward_funcs returned (0 for None, inf in a demonstration), `scores` [B] their sum by
---reward_weights (0 for one that an advantage of yours alone reads), `shaped_scores` [B] the scores after
+--reward_weights (give 0 to a function that your advantage alone reads), `shaped_scores` [B] the scores after
 `shape_rewards` (section 5). In forward passes and losses a row may be part of a completion: one whose context starts
 anew, as an agent's may, becomes several rows (`split_restarts`). With --domains `cfg.of(row)` is the config of a data
 row's domain; otherwise it is cfg.
@@ -467,7 +467,7 @@ def pi_old(logprobs: Tensor, part: Batch, cfg: TrainConfig) -> Tensor:
     The loss has the ratio pi / pi_old, and `correction` multiplies it by pi_old / mu, where mu is the generator. Unless
     one of them is clipped, the product is pi / mu for every choice:
 
-    recompute     pi before the step's first update
+    recompute     pi before the step's first update (the default)
     sampler       mu, so the correction is 1
     interpolate   n / (n + 1) of the way from mu to pi, for a token from weights n steps old (AReaL)
     current       pi, so the ratio is 1; also the fallback of sampler and interpolate for tokens without mu
@@ -486,7 +486,8 @@ def all_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[str,
     The policy stays in train mode, as in updates; `to_train` has set every dropout to 0.
     """
     batch = replace(batch, teacher_top=None)  # only a loss needs log-probs of these
-    contexts = split_restarts(batch)  # one row per context of a completion; usually the same batch
+    # One row per context: a completion p a a q b, whose context starts anew at q, becomes p a a and q b.
+    contexts = split_restarts(batch)
     outputs: dict[str, Tensor] = {}
     # Lists of row numbers. An empty one, where other ranks have more passes, computes row 0 with a mask of 0.
     for rows in micro_batches(contexts, cfg):
@@ -527,8 +528,8 @@ def compute_logprobs(policy: nn.Module, batch: Batch, cfg: TrainConfig) -> dict[
 #                                   name without asking); and for `prepare` current_logprobs, of before each update
 #     mine.prepare = function       (batch, cfg) -> {name: number, [B] or [B, T]}: computes what depends on whole groups
 #                                   or all ranks, an advantage's once a step, a loss's before each update of its rows.
-#                                   It comes as batch.extras[name], in a loss the micro-batch's rows.
-#                                   With current_logprobs its old_logprobs are `pi_old`, too
+#                                   It comes as batch.extras[name], in a loss the micro-batch's rows. A loss's, if
+#                                   it needs current_logprobs, also has `pi_old` as batch.old_logprobs
 #     mine.check = function         (cfg) -> why it does not work with these settings, or None
 #     mine.compares_group = False   an advantage that works with one completion per prompt
 
@@ -557,7 +558,8 @@ ADVANTAGES: dict[str, Callable[[Batch, TrainConfig], Tensor | tuple[Tensor, dict
 
 
 def shape_rewards(batch: Batch, cfg: TrainConfig, moments: dict[str, list[float]]) -> dict:
-    """Applies --reward_mean, --reward_std and --kl_in_reward to batch.rewards, whose row sums are batch.shaped_scores.
+    """Applies --reward_mean, --reward_std and --kl_in_reward to batch.rewards. Its row sums are batch.shaped_scores,
+    which advantages read; batch.scores stays what the reward functions gave.
     moments: statistics of all scores so far, updated here and saved in checkpoints."""
     batch.given_scores = row_sum(batch.rewards)  # what batch.scores returns from now on
     batch.rewards = normalised_rewards(batch, cfg, moments)
@@ -778,7 +780,7 @@ def weights_of_update(batch: Batch, cfg: TrainConfig) -> tuple[Tensor, float]:
 
 
 def micro_loss(policy: Callable, part: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
-    """This micro-batch's share of the update's loss; and statistics, [B, T] each."""
+    """This micro-batch's share of the update's loss; and statistics, [B, T] each. policy: called like a Policy."""
     outputs = compute_logprobs(policy, part, cfg)  # [B, T] each
     logprobs, entropy = outputs["logprobs"], outputs["entropy"]
     if part.record is not None:
