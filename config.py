@@ -657,8 +657,9 @@ def unknown_argument(argument: str, names: list[str]) -> ConfigError:
     if not argument.startswith("--"):
         return ConfigError(f"unexpected {argument!r}. Switches take no value: --flag is on, --no-flag off. See --help.")
     word = argument.split("=")[0].lstrip("-").replace("-", "_").lower()
-    if word in OF_OTHER_SCRIPTS:
-        return ConfigError(f"unknown argument {argument!r}: it is one of {OF_OTHER_SCRIPTS[word]}.")
+    scripts = dict.fromkeys((f.name for f in flags(TrainConfig)), "train_grpo.py") | OF_OTHER_SCRIPTS
+    if word in scripts:
+        return ConfigError(f"unknown argument {argument!r}: it is one of {scripts[word]}.")
     guess = nearest(word.removeprefix("no_"), names)
     hint = f"Did you mean --{guess}?" if guess else "See --help all."
     return ConfigError(f"unknown argument {argument!r}. {hint} A knob of your own stands above the line CONFIG = ...")

@@ -37,7 +37,7 @@ GYM_SPLITS = ("train", "test", "validation")
 PROMPT_RULE = "`prompt` must be a non-empty string or a list of chat messages [{'role': 'user', 'content': '...'}]"
 AT_ONCE = 1000  # rows read from disk together
 LOOKED_AT = 100  # rows checked before anything else starts; the others are checked when drawn
-REMEDY = "Build or rename columns in format_row (train script) or in your own function: --dataset_id file.py:function"
+REMEDY = "Build or rename columns in a function of yours: --dataset_id FILE.py:FUNCTION"
 
 
 # ---- rows that stay on disk -----------------------------------------------------------------------------------------
@@ -233,8 +233,8 @@ def load_hub(dataset_id: str, config: str | None, split: str):
         saved = datasets.load_from_disk(dataset_id)
     except (OSError, ValueError) as error:  # unknown name, hub out of reach, unknown configuration or split
         raise ConfigError(
-            f"--dataset_id={dataset_id} (configuration {config}, split {split}) cannot be loaded: {error}\n"
-            f"Allowed: a hub id with --dataset_config and --dataset_split, a {'/'.join(FILE_TYPES)} file, "
+            f"--dataset_id={dataset_id} (dataset_config {config}, split {split}) cannot be loaded: {error}\n"
+            f"Allowed: a hub id that has these, a {'/'.join(FILE_TYPES)} file, "
             "reasoning_gym:TASK?parameter=value, or path/to/file.py:function."
         ) from error
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}

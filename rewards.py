@@ -148,11 +148,13 @@ def get_reward_function(name_or_path: str) -> Callable:
     return function.load() if isinstance(function, Elsewhere) else function
 
 
-def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str, Callable]:
+def get_reward_functions(
+    cfg, columns: Iterable[str] | None = None, held_out: Iterable[str] | None = None
+) -> dict[str, Callable]:
     """{name: function} for cfg.reward_funcs, checked; the name of `file.py:function` is `function`.
 
-    With the data set's columns given, a function that needs another one is a ConfigError here, before anything is
-    sampled.
+    With the columns of training rows or of held-out rows given, a function that needs another one is a ConfigError
+    here, before anything is sampled.
     """
     functions = {}
     for spec in cfg.reward_funcs:
@@ -165,12 +167,13 @@ def get_reward_functions(cfg, columns: Iterable[str] | None = None) -> dict[str,
 
         if not is_served(cfg.reward_model):
             load(cfg.reward_model)  # now, as the first call has a time limit
-    if clashes := {*(columns or ())} & {*OWN_ARGUMENTS}:
-        raise ConfigError(f"column {min(clashes)!r} is an argument of reward functions; rename it in format_row.")
-    for name, function in functions.items() if columns is not None else ():
-        available = {*columns, *OWN_ARGUMENTS} - {"prompt"} | ({"environments"} if cfg.env else set())
-        if fault := missing_arguments(function, available):
-            raise ConfigError(f"--reward_funcs {name}: {fault}")
+    for rows, given in (("training rows", columns), ("held-out rows", held_out)):
+        if clashes := {*(given or ())} & {*OWN_ARGUMENTS}:
+            raise ConfigError(f"{rows}: column {min(clashes)!r} is an argument of reward functions; rename it.")
+        for name, function in functions.items() if given is not None else ():
+            available = {*given, *OWN_ARGUMENTS} - {"prompt"} | ({"environments"} if cfg.env else set())
+            if fault := missing_arguments(function, available):
+                raise ConfigError(f"--reward_funcs {name} ({rows}): {fault}")
     if any(getattr(function, "executes_code", False) for function in functions.values()):
         from safety.sandbox import check_contained
 
@@ -290,7 +293,7 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if missing := [name for name in needed if name not in available]:
         only = ", ".join(sorted(available))
-        return f"needs {', '.join(missing)}, but there are only {only}. Add or rename a column (format_row)."
+        return f"needs {', '.join(missing)}, but there are only {only}. Add or rename a column (--dataset_id)."
     return None
 
 
@@ -315,7 +318,7 @@ async def call(name: str, function: Callable, arguments: dict, seconds: float) -
         return None, took
     values, error = outcome
     if isinstance(error, UnusableResult):
-        raise reward_error(name, str(error), arguments, error.index) from error
+        raise reward_error(name, str(error), arguments, error.index) from None
     if error is not None:
         raise reward_error(name, f"raised {type(error).__name__}: {str(error)[:2000]}", arguments) from error
     return values, took

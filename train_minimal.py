@@ -86,13 +86,13 @@ from rewards import TRAINER_STATE, get_reward_functions, score
 # ---- 1 prompts ------------------------------------------------------------------------------------------------------
 
 
-def fitting(rows: list[dict], tokenizer, cfg: Settings) -> list[dict]:
-    """The rows whose prompts are not too long."""
+def fitting(rows: list[dict], name: str, tokenizer, cfg: Settings) -> list[dict]:
+    """The rows whose prompts are not too long. name: what messages call them"""
     kept = [row for row in rows if len(prompt_ids(row, tokenizer, cfg)) <= cfg.max_prompt_length]
     if rows and not kept:
-        raise ConfigError(f"--max_prompt_length={cfg.max_prompt_length}: all {len(rows)} prompts are longer; raise it.")
+        raise ConfigError(f"--max_prompt_length={cfg.max_prompt_length}: all {len(rows)} {name} prompts are longer.")
     if dist.get_rank() == 0 and len(kept) < len(rows):
-        print(f"{len(kept)} of {len(rows)} rows are used: the others' prompts exceed --max_prompt_length")
+        print(f"{len(kept)} of {len(rows)} {name} prompts are used: the others exceed --max_prompt_length")
     return kept
 
 
@@ -288,18 +288,18 @@ def train(cfg: Settings) -> None:
         raise ConfigError(f"--run_name: {folder} holds a run already; give another name, or move it away.")
     rank, world, device = utils.init_distributed(cfg.dist_timeout)  # CPU tensors by gloo, GPU tensors by NCCL
     cfg = utils.computable(cfg, device)  # compute_dtype becomes float32 on a CPU that is slow in bfloat16
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
-    tokenizer = load_processor(cfg.model_id)
-    rows, held_out = (fitting(split, tokenizer, cfg) for split in load_data(cfg))
-    rewards = get_reward_functions(cfg, columns_of(rows))
+    tokenizer, (rows, held_out) = load_processor(cfg.model_id), load_data(cfg)
+    rewards = get_reward_functions(cfg, columns_of(rows), columns_of(held_out))
+    rows, held_out = fitting(rows, "training", tokenizer, cfg), fitting(held_out, "held-out", tokenizer, cfg)
     check_step_size(len(rows), cfg.prompts_per_step, world)  # an error if there are too few rows for one
     model = load_hf_model(cfg, torch.float32).to(device)  # transformers' from_pretrained, without dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     generator = make_generator(cfg, model, tokenizer, device)  # servers, or a copy in compute_dtype
     push_weights(model, generator, 0)  # the server may still have an earlier run's weights
     TRAINER_STATE.max_steps = cfg.max_steps
+    if rank == 0:  # only now: a start that failed leaves no run
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(public_config(cfg), indent=2), encoding="utf-8")
 
     for step in range(cfg.max_steps + 1):  # steps done so far; after the last there is only the evaluation
         TRAINER_STATE.global_step, TRAINER_STATE.epoch = step, step * cfg.prompts_per_step / len(rows)  # as in TRL

@@ -133,13 +133,14 @@ class VLLMClient:
         for url in self.urls:
             while True:
                 try:
-                    self._ask("GET", url + "/health", seconds=5)
+                    http.ask("GET", url + "/health", 5, using=self.once)
                     break
-                except ServerError as error:
+                except http.NoAnswer as error:
                     if error.status in (401, 403):
                         raise ServerError(f"{url} refuses the token of VLLM_SERVER_TOKEN[_FILE]") from None
                     if time.monotonic() > end:
-                        raise ServerError(f"{url} was not ready within {seconds:g} s: {error}") from None
+                        fault = f"was not ready within {seconds:g} s; python vllm_server.py --model MODEL starts one"
+                        raise ServerError(f"{url} {fault}: {error}") from None
                 time.sleep(0.3)
 
     def server_info(self) -> list[ServerInfo]:
@@ -189,8 +190,8 @@ class VLLMClient:
         except http.NoAnswer as error:
             if error.status == 200:  # routes of adapters answer in plain text
                 return {}
-            remedy = "Its terminal says why; start it again if it has ended, and resume the run."
-            failed = ServerError(f"{str(error).rstrip('.?')}. {remedy}")
+            remedy = "Its terminal says why; start it again if it has ended, and start or resume the run."
+            failed = ServerError(f"{error}\n  {remedy}")
             failed.status = error.status
             raise failed from error.__cause__
 

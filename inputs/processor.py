@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 
 from config import ConfigError
@@ -30,10 +31,12 @@ def loading(model_id: str) -> Iterator[None]:
     except (ImportError, OSError, ValueError, SafetensorError) as error:
         remedy = "" if type(error) in (ImportError, ValueError) else "Copy the folder again, or save the model anew."
         if not os.path.isdir(model_id):
-            remedy = f"There is no such folder in {os.getcwd()}: give a model's, or mend the connection."
+            remedy = f"There is no folder {os.path.abspath(model_id)}: give a model's, or mend the connection."
         elif os.path.isfile(f"{model_id}/adapter_config.json"):
             remedy = "It is an adapter alone: fold it into its base, and give that folder (docs/runs.md, Saving)."
         first_line = str(error).strip().splitlines()[0]  # transformers' lists of all its models follow
+        if isinstance(error.__cause__, HFValidationError):  # no name that the hub could have
+            first_line, remedy = f"there is no folder {os.path.abspath(model_id)}.", ""
         raise ConfigError(f"The model {model_id} cannot be loaded: {first_line}\n{remedy}".strip()) from error
 
 

@@ -158,7 +158,7 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
             raise ConfigError(f"--no_apply_chat_template: strings, no --system_prompt; not {shorten(row['prompt'])}.")
         return row["prompt"]
     if not processor.chat_template:
-        raise ConfigError("the model has no chat template: take a chat model, or strings and --no_apply_chat_template.")
+        raise ConfigError("the model has no chat template: take a chat model, or strings and no_apply_chat_template.")
     messages = normal(prompt_messages(row, cfg.system_prompt), processor, count)
     schemas, options = row.get(SCHEMAS, own_schemas(row)), own_kwargs(row)
     if not cfg.allow_special_tokens:

@@ -404,6 +404,9 @@ class RunLog:
         self.lines.close()
         self._tell(state=state, why=secrets.hide(storable(why.strip())).split("\n")[0][:500])
         report = self._report() if state != "interrupted" else None
+        if state == "interrupted":
+            again = f"; --resume --run_name {self.dir.name} goes on" if self.cfg.save_steps else ""
+            say(f"python look.py {self.dir} --report writes a report{again}")
         for tracker in self.trackers:
             tracker.close(report)
         if report:

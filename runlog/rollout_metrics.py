@@ -188,7 +188,7 @@ def check_failed(groups: list[list[Trajectory]], cfg: TrainConfig, counts: dict[
         kind, text = next(of_rank[cause] for *_, of_rank in by_rank if cause in of_rank)
         own_error = next((error for error in failures if error.cause == cause), None)
         raise kind(
-            f"{text}\n  {failed} of {total['all']} trajectories of this step failed, {num} of them with this message. "
+            f"{text}\n  {failed} of {total['all']} trajectories failed, {num} of them with this message. "
             f"--max_failed={cfg.max_failed:g} is the share that may fail before the run stops."
         ) from (own_error and own_error.__cause__)
     for error in failures:  # only if the run continues; else the error above shows one
@@ -205,7 +205,7 @@ def check_scored(total: dict, cfg: TrainConfig) -> None:
         names = sorted({name for domain in cfg.by_domain() for name in domain.reward_funcs})
         raise RuntimeError(
             f"No reward function ({', '.join(names)}) answered within --reward_timeout={cfg.reward_timeout:g} s, for "
-            f"any of the {total['scored']} completions of this step. Call it by hand; raise the limit if it is slow."
+            f"any of the {total['scored']} completions. Call it by hand; raise the limit if it is slow."
         )
 
 

@@ -5,8 +5,8 @@
 #   bash scripts/serve_and_train.sh NAME MODEL WINDOW train_grpo.py [--server_gpus N] [flags of the train script]
 #
 # runs `train_grpo.py --run_name NAME --model_id MODEL ...` against a server of MODEL with a window of WINDOW tokens, its
-# log in runs/NAME-server.log. Ctrl-C ends the trainer as Ctrl-C does, report included, then the server. Ends with the
-# trainer's status. SERVER_FLAGS in the environment go to the server.
+# log in runs/NAME-server.log. Ctrl-C ends the trainer as Ctrl-C does, then the server. Ends with the trainer's status.
+# SERVER_FLAGS in the environment go to the server.
 #
 # Of several GPUs the first N (unset: 1) are the server's, which splits the model over them; torchrun starts a trainer
 # on each of the others, as far as they make a power of two: prompts of a step have to divide by the ranks. One GPU is
@@ -57,7 +57,7 @@ stop() { # signal $2, ten seconds of patience, KILL; for the process $1 and what
 finish() {
   status=$?
   trap - EXIT INT TERM HUP
-  stop "$trainer" INT # as Ctrl-C: it still writes its report
+  stop "$trainer" INT # as Ctrl-C
   stop "$server" TERM
   [ -z "$guard" ] || kill -KILL -- "-$guard" 2>/dev/null || true
   [ "$status" -lt 128 ] || echo "interrupted; trainer and server are stopped, what there is lies in runs/$name" >&2

@@ -124,7 +124,10 @@ def main(words: list[str]) -> None:
     cfg = load_config(script.TrainConfig, [*flags, "--generator", "hf"])
     cfg, reward_functions, processor, rows, held_out = script.setup(cfg)
     row = show_row(rows, held_out, given, cfg, processor)
-    show_group(script, row, given, cfg, processor, reward_functions)
+    try:
+        show_group(script, row, given, cfg, processor, reward_functions)
+    except script.RewardError as error:
+        raise SystemExit(script.utils.print_failure(error, cfg)) from None
     print(flush=True)
     if given.gpus:
         plan = [sys.executable, str(ROOT / "plan.py"), *flags, "--gpus", str(given.gpus)]

@@ -52,7 +52,7 @@ def rows_and_rewards(cfg: TrainConfig, processor, format_row: Callable) -> tuple
             training, evaluated = data.load_data(domain, format_row, cfg)
             for split, name in ((training, "training rows"), (evaluated, "held-out rows")):
                 rollouts.look_at(split, f"{domain.prefix}{name}", processor, domain)
-            functions = get_reward_functions(domain, data.columns_of(training if len(training) else evaluated))
+            functions = get_reward_functions(domain, data.columns_of(training), data.columns_of(evaluated))
             if domain.has_teacher and not cfg.eval_only:
                 teachers.connect(domain, processor, training)
         # Rows on disk stay there; those of several domains are a list.

@@ -9,6 +9,7 @@ from answering import FINE, answering
 
 from config import TrainConfig, load_config, public_config
 from network import http, secrets
+from vllm_client import ServerError, VLLMClient
 
 pytestmark = pytest.mark.quick
 
@@ -70,6 +71,8 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address(server):
     with pytest.raises(http.NoAnswer, match=f"{server.url}/v1.*refused") as error:
         http.ask("GET", f"{server.url}/v1?key=hidden", 10)
     assert "hidden" not in str(error.value)
+    with pytest.raises(ServerError, match=f"{server.url} was not ready within 0.1 s"):
+        VLLMClient([server.url], token="x").wait_ready(0.1)
 
 
 def test_certificates_are_checked_by_requests_ca_bundle(server, tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def test_chats_are_scored_prompt_by_prompt():
 
 def test_flags_that_it_does_not_have_are_refused():
     assert load_config(script.Settings, ["--learning_rate", "2e-5"]).learning_rate == 2e-5
-    with pytest.raises(ConfigError, match="unknown argument '--beta'"):
+    with pytest.raises(ConfigError, match="'--beta': it is one of train_grpo.py"):
         load_config(script.Settings, ["--beta", ".1"])
 
 
@@ -154,6 +154,20 @@ def test_held_out_prompts_of_which_none_fits_are_an_error(monkeypatch):
     monkeypatch.setattr(script.dist, "get_rank", lambda: 0)
     tokenizer, cfg = AutoTokenizer.from_pretrained(make_tiny()), script.Settings(max_prompt_length=80)
     short, long = {"prompt": "What is 1 + 2?"}, {"prompt": "What is 1 + 2? " * 40}
-    assert script.fitting([short, long], tokenizer, cfg) == [short] and script.fitting([], tokenizer, cfg) == []
-    with pytest.raises(ConfigError, match="--max_prompt_length=80: all 1 prompts are longer"):
-        script.fitting([long], tokenizer, cfg)
+    assert script.fitting([short, long], "training", tokenizer, cfg) == [short]
+    assert script.fitting([], "held-out", tokenizer, cfg) == []
+    with pytest.raises(ConfigError, match="--max_prompt_length=80: all 1 held-out prompts are longer"):
+        script.fitting([long], "held-out", tokenizer, cfg)
+
+
+@pytest.mark.parametrize("start", (script.train, train_grpo.setup))
+def test_held_out_rows_that_a_reward_cannot_score_are_found_before_there_is_a_run(start, tmp_path):
+    for name, answer in (("rows", ', "answer": "2"'), ("held_out", "")):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "What is 1 + 1?"{answer}}}\n' * 8, encoding="utf-8")
+    cfg = script.Settings(
+        model_id=str(make_tiny()), generator="hf", dataset_id=f"{tmp_path}/rows.jsonl", run_name="run",
+        eval_dataset_id=f"{tmp_path}/held_out.jsonl", output_dir=str(tmp_path / "runs"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"last_number \(held-out rows\): needs answer"):
+        start(cfg)
+    assert not (tmp_path / "runs").exists()

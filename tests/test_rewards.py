@@ -23,6 +23,7 @@ from rewards import (
 )
 from rollouts import Trajectory
 from runlog import rollout_metrics
+from utils import print_failure
 
 pytestmark = pytest.mark.quick
 
@@ -160,7 +161,7 @@ def test_a_right_answer_is_worth_the_same_behind_a_call(prompt):
 def test_unknown_names_and_missing_columns_are_found_early():
     with pytest.raises(ConfigError, match="'mat'.*Did you mean 'math'"):
         get_reward_function("mat")
-    with pytest.raises(ConfigError, match="math: needs answer, but there are only .*solution"):
+    with pytest.raises(ConfigError, match=r"math \(training rows\): needs answer, but there are only .*solution"):
         get_reward_functions(TrainConfig(reward_funcs=["math"]), columns=["prompt", "solution"])
     assert get_reward_functions(TrainConfig(reward_funcs=["math"]), columns=["prompt", "answer"])
 
@@ -288,13 +289,14 @@ def test_rewards_of_turns():
         ([1.0, {"a": math.inf}], "for completion 1"),
     ],
 )
-def test_wrong_values_name_function_row_and_completion(values, part):
+def test_wrong_values_name_function_row_and_completion(values, part, capsys):
     rows = [trajectory("first text", answer="a1"), trajectory("second text", answer="a1")]
     with pytest.raises(RewardError) as error:
         run(rows, {"mine": lambda completions: values})
     message = str(error.value)
     assert "'mine'" in message and part in message and "'answer': 'a1'" in message
     assert "second text" in message
+    assert print_failure(error.value, TrainConfig()) == 1 and "File " not in capsys.readouterr().err  # not our frames
 
 
 def sleeps(completions):

@@ -203,6 +203,13 @@ def test_state_json_follows_the_run(make_log):
     assert (log.dir / "report.html").exists() and not list(log.dir.glob("*.partial"))
 
 
+def test_an_interrupted_run_says_how_it_goes_on(make_log, capsys):
+    log = make_log(save_steps=2)
+    close_all(KeyboardInterrupt())
+    assert state(log)["state"] == "interrupted" and not (log.dir / "report.html").exists()
+    assert f"--resume --run_name {log.dir.name}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_completions_that_cannot_be_written_end_the_run(make_log):
     log = make_log()
     (log.dir / "completions").write_text("a file where the folder should be", encoding="utf-8")

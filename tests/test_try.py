@@ -53,7 +53,12 @@ def test_the_page_asks_the_same(tmp_path):
     assert page.get("/api/try", params={"row": "x"}).status_code == 422
 
 
-def test_mistakes_are_told():
+def test_mistakes_are_told(tmp_path, capsys):
+    (tmp_path / "boom.py").write_text("def boom(completions, **_):\n    return 1 / 0\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        tried.main([*FLAGS, "--reward_funcs", f"{tmp_path}/boom.py:boom", "--completion", "12"])
+    told = capsys.readouterr().err
+    assert "return 1 / 0" in told and "raised ZeroDivisionError" in told and "asyncio" not in told
     for words in (["--row", "9999"], ["--prompts_per_stp", "2"], ["none.py"]):
         with pytest.raises(ConfigError):
             tried.main([*words[:1], *FLAGS] if words == ["none.py"] else [*FLAGS, *words])
