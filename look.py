@@ -30,13 +30,16 @@ def bound(port: int | None) -> socket.socket:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    port = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    port.add_argument("--port", type=int, help=f"default: {PORT}, or the next that is free")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[port]
+    )
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="of runs, or one run; default: runs")
-    parser.add_argument("--port", type=int, help=f"default: {PORT}, or the next that is free")
     parser.add_argument("--report", action="store_true", help="write the report.html of one run, and end")
-    parser.add_argument("--try", metavar="FLAGS", help="flags of a training to try, as --config my.yaml; comes last")
-    flags = arguments[arguments.index("--try") + 1 :] if "--try" in arguments else None
-    given = parser.parse_args(arguments[: arguments.index("--try")] if flags is not None else arguments)
+    parser.add_argument("--try", nargs=argparse.REMAINDER, dest="flags", help="flags of a training to try; comes last")
+    given = parser.parse_args(arguments)
+    given, flags = port.parse_known_args(given.flags or [], given)  # --port may come behind --try, too
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder; give the one that run folders are in, such as runs/")
     if given.report:
@@ -51,9 +54,11 @@ def main(arguments: list[str]) -> None:
 
         from looking.server import make_app
     except ImportError as error:
-        raise ConfigError(f"look.py needs {error.name}, which is not installed: bash scripts/install.sh") from None
+        installed = (Path(__file__).parent / ".venv/installed").exists()
+        remedy = "it is in .venv: . .venv/bin/activate" if installed else "bash scripts/install.sh"
+        raise ConfigError(f"look.py needs {error.name}, which this Python has not: {remedy}") from None
     token, listening = secrets.token_urlsafe(18), bound(given.port)
-    trial = None if flags is None else [sys.executable, str(TRY), *flags]
+    trial = None if given.flags is None else [sys.executable, str(TRY), *flags]
     app = make_app(given.folder, token, trial)
     port = listening.getsockname()[1]
     print(f"Runs in {given.folder.resolve()}: http://{HOST}:{port}/?token={token}   (Ctrl-C ends)", flush=True)

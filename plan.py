@@ -439,15 +439,18 @@ def main(cfg: PlanConfig) -> int:
     choice, server = best["cfg"], best["server"]
     print(f"{name}, {cfg.gpus} GPUs of {cfg.gpu_memory:g} GiB\n")
     micro_batches = f"micro-batches of {choice.tokens_per_microbatch} tokens"
-    print(f"Trainer: {best['ranks']} GPUs, {best['strategy']}, {micro_batches}")
+    print(f"Trainer: {best['ranks']} of {cfg.gpus} GPUs, {best['strategy']}, {micro_batches}")
     print(table(best["need"], cfg))
     if server:
-        print(f"Server: {best['server_gpus']} GPUs, {server['split']} a server, {server['at_once']} completions each")
+        each = f"{server['split']} a server, {server['at_once']} completions each"
+        print(f"Server: {best['server_gpus']} of {cfg.gpus} GPUs, {each}")
         print(f"  {'weights':<15}{server['weights'] / GIB:8.1f} GiB\n  {'KV cache':<15}{server['kv'] / GIB:8.1f} GiB")
     else:
-        print(f"Server: the model and one completion do not fit on {best['server_gpus']} GPUs")
-    print(f"Step of {choice.prompts_per_step} prompts x {choice.num_generations} completions, by the two rates:")
-    print(f"  sampling {best['sample']:.0f} s, the rest {best['rest']:.0f} s" + " beside it" * cfg.overlap)
+        print(f"Server: the model and one completion do not fit on {best['server_gpus']} GPU(s)")
+    prompts = choice.prompts_per_step
+    rounded = f" ({cfg.prompts_per_step} cannot be shared evenly)" * (prompts != cfg.prompts_per_step)
+    print(f"Step of {prompts} prompts{rounded} x {choice.num_generations} completions, by the two rates:")
+    print(f"  sampling {best['sample']:.2f} s, the rest {best['rest']:.2f} s" + " beside it" * cfg.overlap)
     if len(plans) > 1:
         print("\nserver GPUs   trainer GPUs   strategy         peak GiB   s a step   completions/s")
     for plan in plans if len(plans) > 1 else ():

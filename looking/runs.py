@@ -76,9 +76,12 @@ class Run:
             return None
 
     def state(self) -> tuple[str, str]:
-        """(running, finished, failed, interrupted, killed, silent or ended; why, in words)."""
-        record = read_json(self.path / "state.json")
+        """(running, finished, failed, interrupted, killed, silent, unfinished or ended; why, in words)."""
+        record, steps = read_json(self.path / "state.json"), self.config().get("max_steps")
         state, host, is_held = record.get("state", "ended"), record.get("host"), self.held()
+        if not record and is_number(steps):  # train_minimal.py's, which says no more
+            step = max((line["step"] for line in self.lines()[1]), default=0)
+            return ("finished", "") if step >= steps else ("unfinished", f"at step {step} of {steps}")
         if state != "running":
             return state, str(record.get("why") or "")
         if host == socket.gethostname() and is_held is not None:

@@ -149,7 +149,7 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         "prompts x generations": f"{cfg.prompts_per_step} x {cfg.num_generations} = {count} per step, {world} rank(s)",
         "optimizer updates": f"{cfg.num_iterations} x {cfg.num_minibatches} per step, {cfg.max_steps} steps",
         "data": f"{len(sizes)} prompts, {cfg.max_steps * cfg.prompts_per_step / max(len(sizes), 1):.2f} epochs",
-        "parameters": f"{trained / 1e6:.1f} M trained of {total / 1e6:.1f} M on this rank, {cfg.strategy}",
+        "parameters": f"{trained:,} trained of {total:,} on this rank, {cfg.strategy}",
         "micro-batches": f"up to {cfg.tokens_per_microbatch} tokens"
         + ", activations recomputed" * bool(cfg.gradient_checkpointing),
         "algorithm": f"{cfg.advantage} / {cfg.policy_loss} / {cfg.loss_agg}, beta {cfg.beta}",
@@ -160,9 +160,10 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         lines[f"preset {cfg.preset}"] = ", ".join(shown)
     for name, text in lines.items():
         print(f"  {name:<22} {text}")
+    no_kl = cfg.beta == 0 or cfg.kl_in_reward
     if cfg.has_teacher and cfg.distill_coef:
         print("  A teacher: distill/reverse_kl, the distance from it in nats a token, should fall.")
-    elif cfg.num_iterations * cfg.num_minibatches == 1 and (cfg.beta == 0 or cfg.kl_in_reward):
+    elif cfg.num_iterations * cfg.num_minibatches == 1 and no_kl and cfg.policy_loss in ("ppo", "gspo"):
         print("  One update per step, no KL in the loss: the ratio is 1 and the loss often 0. Watch the reward.")
     if cfg.kl == "k1" and cfg.beta > 0 and not cfg.kl_in_reward:
         print("  Warning: k1 as a loss has no gradient towards the reference; use --kl k2, k3+ or --kl_in_reward.")

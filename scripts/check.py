@@ -82,7 +82,7 @@ def learns(script: str, task: list[str], flags: list[str], given: argparse.Names
         print(f"check: {script} ended with status {done.returncode} after {len(rewards)} steps", file=sys.stderr)
         return done.returncode or 1, False
     if folder == temporary:
-        print("(The report is gone with its folder: --output_dir runs --run_name NAME keeps it.)")
+        print("(Advice is of the toy. Its report is gone with its folder: --output_dir runs --run_name NAME keeps it.)")
     last = sum(rewards[-3:]) / len(rewards[-3:])
     print(f"reward {rewards[0]:.2f} -> {last:.2f} in {len(rewards)} steps: ", end="")
     print("it learns" if last > LEARNED else f"it does not learn (above {LEARNED} expected)", flush=True)

@@ -104,7 +104,7 @@ def settings(script: Script, by_hand: list[str], notes: list[str], processes: in
             by_hand.append(f"{name} = {ast.unparse(node)}: is computed")
             continue
         if name not in READ:
-            by_hand.append(f"{name} = {known[name]!r}: no flag here")
+            by_hand.append(f"{name} = {known[name]!r}: no flag of this name, see docs/coming-from-trl.md")
     flags = {SAME[name]: known[name] for name in SAME if name in known and known[name] is not None}
     batch = known["per_device_train_batch_size"] * processes
     update = batch * known["gradient_accumulation_steps"]  # completions of an optimizer update

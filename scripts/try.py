@@ -131,9 +131,10 @@ def main(words: list[str]) -> None:
     print(flush=True)
     if given.gpus:
         plan = [sys.executable, str(ROOT / "plan.py"), *flags, "--gpus", str(given.gpus)]
-        subprocess.run(plan, stderr=subprocess.STDOUT, timeout=300)
-    start = f"torchrun --nproc_per_node={given.gpus}" if given.gpus else "python"
-    print(f"\nTo train: {' '.join([start, path, *flags])}")
+        done = subprocess.run(plan, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        print(done.stdout.replace("train_grpo.py", path))
+    else:
+        print(f"To train: {' '.join(['python', path, *flags])}")
 
 
 if __name__ == "__main__":

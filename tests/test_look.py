@@ -89,7 +89,7 @@ def test_what_cannot_work_is_said(tmp_path):
     with look.bound(0) as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="Give another --port"):
-        look.main([str(tmp_path), "--port", str(taken.getsockname()[1])])
+        look.main([str(tmp_path), "--try", "--model_id", "m", "--port", str(taken.getsockname()[1])])
 
 
 # ---- what is answered -----------------------------------------------------------------------------------------------
@@ -234,6 +234,8 @@ def test_whether_a_run_runs(tmp_path):
     """By the lock that its process holds, whatever it said last."""
     for name in ("running", "failed", "killed"):
         make_run(tmp_path / name, files=0, state="running" if name == "killed" else name)
+    for name, steps in (("unfinished", 60), ("finished", 40)):  # as of train_minimal.py
+        (make_run(tmp_path / name, files=0, max_steps=steps) / "state.json").unlink()
     elsewhere = make_run(tmp_path / "elsewhere", files=0, state="running") / "state.json"
     told = json.loads(elsewhere.read_text(encoding="utf-8")) | {"host": "another", "updated": time.time() - 7200}
     elsewhere.write_text(json.dumps(told), encoding="utf-8")
@@ -243,6 +245,7 @@ def test_whether_a_run_runs(tmp_path):
         states = {run.name: run.state() for run in runs.all()}
     assert {name: state for name, (state, _) in states.items()} == {
         "running": "running", "failed": "failed", "killed": "killed", "elsewhere": "silent",
+        "unfinished": "unfinished", "finished": "finished",
     }  # fmt: skip
     assert "CUDA" in states["failed"][1] and "120 min" in states["elsewhere"][1]
     assert runs.get("running").state()[0] == "killed", "the process ended without a word"

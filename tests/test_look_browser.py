@@ -134,6 +134,8 @@ def test_runs_are_filtered_and_compared(tab):
     until(lambda: card.get_attribute("data-drawn") == "80")
     settings = tab.locator(".card.settings").inner_text()
     assert "learning_rate" in settings and "0.0003" in settings and "advantage" not in settings
+    labels = "import('/page/text.js').then(({ short }) => [8.291, 8.2915, 1.05e6, 9e-7].map((y) => short(y, y / 1e4)))"
+    assert tab.evaluate(labels) == ["8.291", "8.2915", "1.05e6", "9e-7"]
 
 
 def test_a_trajectory_is_found_and_read_by_its_tokens(tab, site):
@@ -258,6 +260,8 @@ def test_the_report_shows_tokens_by_itself(browser, site):
     tab.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
     tab.goto(report.as_uri())
     tab.wait_for_selector("article[data-drawn]")
+    unchanged = tab.locator("article", has=tab.locator("h3", has_text="Age of the weights"))
+    assert unchanged.is_hidden() and "policy_lag 0," in tab.locator("main").inner_text()
     assert tab.evaluate(CONTRAST) == []
     tab.locator("a[href*='trajectory?']").first.click()
     tab.wait_for_selector(".token-view .token")

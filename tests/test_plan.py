@@ -117,7 +117,7 @@ def test_several_machines_serve_or_train(capsys):
     *_, server, last = printed.splitlines()
     with mock.patch.dict(os.environ, VLLM_SERVER_TOKEN="a"):
         assert parse_command_line(shlex.split(server.removesuffix("&"))[2:])[0].host == "0.0.0.0"
-    ranks = int(re.search(r"Trainer: (\d+) GPUs", printed)[1])
+    ranks = int(re.search(r"Trainer: (\d+) of 24 GPUs", printed)[1])
     assert ranks in (8, 16)
     check(load_config(TrainConfig, shlex.split(last)[1:]), ranks)
 

@@ -46,10 +46,11 @@ def test_tools_answer_who_types(capsys, monkeypatch, tmp_path):
 
 
 def test_the_page_asks_the_same(tmp_path):
-    app = make_app(tmp_path, "a token", [sys.executable, "scripts/try.py", *FLAGS])
+    app = make_app(tmp_path, "a token", [sys.executable, "scripts/try.py", *FLAGS, "--gpus", "2"])
     page = TestClient(app, headers={"Authorization": "Bearer a token"})
     printed = page.get("/api/try", params={"row": 3, "completion": ["1\n2", "5"]}).json()["text"]
     assert "completion 1: reward" in printed and "\n  5|" in printed and "\n  1|\\n|2|" in printed
+    assert printed.count("train_grpo.py") == printed.count("--nproc_per_node=1") == 1, "the server has the other GPU"
     assert page.get("/api/try", params={"row": "x"}).status_code == 422
 
 

@@ -78,7 +78,7 @@ export class Chart {
       scales: { x: { time: false }, y: stacked ? { range: (u, low, high) => [0, high * 1.05 || 1] } : {} },
       axes: [
         { ...axis, grid: { show: false }, incrs: x === "step" ? whole : undefined },
-        { ...axis, size: 52, values: (u, splits) => splits.map((value) => short(value)) },
+        { ...axis, size: 60, values: (u, splits) => splits.map((value) => short(value, splits[1] - splits[0])) },
       ],
     }, columns, this.plot);
     this.element.dataset.drawn = String(this.curves.reduce((sum, curve) => sum + curve.x.length, 0));

@@ -43,11 +43,12 @@ export function runView(content, parameters, signal) {
   const notes = h("section", { class: "notes", "aria-label": "What stands out" });
   const top = h("div", { class: "grid top-charts" });
   const grid = h("div", { class: "grid" });
+  const constants = h("p", { class: "dim" });
   const settings = h("div");
   content.append(
     h("div", { class: "bar" }, h("h1", {}, alone ? said(names[0]) : "Runs over each other"), state, h("span", { class: "space" }),
       h("label", {}, "x: ", axis), h("label", {}, "smoothing ", slider, " ", amount)),
-    head, notes, ...(alone ? [top, grid, settings] : [settings, top, grid]));
+    head, notes, ...(alone ? [top, grid, constants, settings] : [settings, top, grid, constants]));
   const keep = () => remember("run", { run: names, x: axis.value, smooth: smooth || null });
   const again = poll("run", () => ({ run: names, x: axis.value }), 2000, (found) => { data = found; draw(); }, signal);
   signal.addEventListener("abort", () => charts.forEach((chart) => chart.remove()));
@@ -65,9 +66,14 @@ export function runView(content, parameters, signal) {
     if (!data) return;
     amount.textContent = smooth || "none";
     const options = { x: AXES[axis.value], smooth, legend: alone };
+    const still = data.panels.slice(1).filter((panel) => panel.curves.every(({ y }) => y.length > 1 && y.every((value) => value === y[0])));
+    const values = still.flatMap((panel) => panel.curves.map(({ name, y }) => `${name} ${short(y[0])}`));
+    constants.replaceChildren(said(values.length ? `The same at each step: ${[...new Set(values)].join(", ")}` : ""));
     for (const [n, panel] of data.panels.entries()) {
       const curves = alone ? panel.curves : panel.curves.map((curve) => ({ ...curve, n: curve.run }));
-      card(panel.title, panel.note, alone && n === 0 ? top : grid).update(curves, options);
+      const made = card(panel.title, panel.note, alone && n === 0 ? top : grid);
+      made.element.hidden = still.includes(panel);
+      made.update(curves, options);
       if (alone && n === 0 && data.times.length) {
         card("Where the time goes", "seconds of a step, by phase", top).update(data.times, { ...options, stacked: true });
       }

@@ -23,10 +23,11 @@ export function nodes(text) {
   return made;
 }
 
-/** A number for people: four digits at most. */
-export function short(value) {
+/** A number for people: four digits at most, unless numbers of this `distance` need more to differ. */
+export function short(value, distance = Infinity) {
   if (typeof value !== "number") return "–";
   const size = Math.abs(value);
-  if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace("e+", "e");
-  return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
+  const digits = Math.max(size >= 100 ? 4 : 3, Math.ceil(Math.log10(size / distance)) + 1);
+  const rounded = Number(value.toPrecision(digits));
+  return size >= 1e5 || (size > 0 && size < 1e-3) ? rounded.toExponential().replace("e+", "e") : String(rounded);
 }
