@@ -110,8 +110,7 @@ def main() -> None:
         print(wait, script, {key: round(value, 3) for key, value in row.items()}, flush=True)
     columns = ["seconds", "tokens/s", "update", "trainer waited", "server waited", "staleness", "dropped", "ess"]
     command = " ".join(["python benchmarks/overlap.py", *sys.argv[1:]])
-    how = f"one run of {args.steps} steps each; `update`: seconds of log-probs, "
-    how += "update and push; waiting as a share of the step; groups dropped as a share of those trained on"
+    how = "one run each; waiting as a share of the step; groups dropped as a share of those trained on"
     lines = [
         f"Measured on two cores, server and trainer pinned to one each: `{command}`; {how}.\n",
         f"| | s a step | x | {' | '.join(columns[1:])} |",

@@ -224,8 +224,7 @@ def main() -> int:
         results.append(result)
         args.page.write_text(page(results, machine, begin), encoding="utf-8")  # also of a run that is stopped
     print(f"{args.page}: please send it to us as an issue, as it is")
-    failed = any(result.verdict == "failed" for result in results)
-    if not failed:
+    if not (failed := any(result.verdict == "failed" for result in results)):
         shutil.rmtree(machine.folder)
     return int(failed)
 
