@@ -66,7 +66,8 @@ export function runView(content, parameters, signal) {
     if (!data) return;
     amount.textContent = smooth || "none";
     const options = { x: AXES[axis.value], smooth, legend: alone };
-    const still = data.panels.slice(1).filter((panel) => panel.curves.every(({ y }) => y.length > 1 && y.every((value) => value === y[0])));
+    const still = data.panels.slice(1).filter((panel) => panel.curves.every(({ y }) => // of several runs: equal in all
+      y.length > 1 && y.every((value) => value === (alone ? y : panel.curves[0].y)[0])));
     const values = still.flatMap((panel) => panel.curves.map(({ name, y }) => `${name} ${short(y[0])}`));
     constants.replaceChildren(said(values.length ? `The same at each step: ${[...new Set(values)].join(", ")}` : ""));
     for (const [n, panel] of data.panels.entries()) {
