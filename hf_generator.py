@@ -183,7 +183,8 @@ class HFGenerator:
                 with self._passes():
                     results = self._sample(batch, **dict(batch[0].options))
                 for request, result in zip(batch, results, strict=True):
-                    request.future.set_result(result)
+                    if not request.future.done():  # cancelled meanwhile: by Ctrl-C
+                        request.future.set_result(result)
             except Exception as error:  # any error of the model's code is raised where the request is awaited
                 for request in batch:
                     request.future.set_exception(error)

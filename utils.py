@@ -271,7 +271,7 @@ def print_failure(error: BaseException, cfg: TrainConfig) -> int:
     """Prints traceback, cause and remedy on stderr; no traceback for a setting or a server that cannot work. Returns
     the exit status: 2 for a setting that another try would not change."""
     causes = [cause for cause in dict.fromkeys((error, error.__cause__)) if cause is not None]
-    of_ours = type(error).__name__ in ("RewardError", "TrajectoryError") and not error.__cause__  # the user's returned
+    of_ours = type(error).__name__ in ("RewardError", "TrajectoryError") and not error.__cause__  # none of theirs
     if getattr(error, "needs_traceback", True) and not of_ours:  # of a user's function, its frames
         print("Traceback of", type(causes[-1]).__name__, file=sys.stderr)
         traceback.print_tb(causes[-1].__traceback__)

@@ -58,6 +58,19 @@ def test_sampling_ends_with_the_turn_and_the_end_is_trained(base, monkeypatch):
         assert (t.token_ids, t.loss_mask, t.finish_reason, t.info["completion"]) == ([end], [1], "stop", "")
 
 
+def test_ctrl_c_while_a_batch_is_sampled_is_no_error_of_it(base, monkeypatch):
+    generator, tasks = HFGenerator(base, tokenizer_of(CHATML)), []
+    draw = generator._draw
+    monkeypatch.setattr(generator, "_draw", lambda scores: tasks[0].cancel() and draw(scores))
+
+    async def sample() -> list:
+        tasks[:] = [asyncio.create_task(generator.generate([5, 6], max_tokens=2)) for _ in range(2)]
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+    cancelled, other = asyncio.run(sample())
+    assert isinstance(cancelled, asyncio.CancelledError) and len(other[0].token_ids) <= 2
+
+
 @pytest.mark.parametrize(
     "template, begun",
     [
