@@ -209,7 +209,7 @@ def test_prompts_become_ids(tokenizer, prompt, settings, expected):
 
 def test_template_mistakes_name_the_flag(tokenizer):
     tokenizer.chat_template = None
-    with pytest.raises(ConfigError, match="no chat template.*--no_apply_chat_template"):
+    with pytest.raises(ConfigError, match="no chat template.*no_apply_chat_template"):
         prompt_ids({"prompt": "a"}, tokenizer, TrainConfig())
 
 
