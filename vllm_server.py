@@ -225,10 +225,18 @@ def main() -> None:
         sys.argv[1:] = our_arguments(sys.argv[1:])
     else:
         get_ready(*parse_command_line(sys.argv[1:]))
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
+    from vllm.entrypoints.launchers.api_server import entry
 
+    load = entry.run_server_worker
+
+    async def run_server_worker(*args, **options) -> None:
+        # Again, since vLLM has set a handler that waits for its engine. Once it is ready, its server sets another.
+        signal.signal(signal.SIGTERM, interrupted)
+        await load(*args, **options)
+
+    entry.run_server_worker = run_server_worker
     try:
-        serve()
+        entry.main()
     except SystemExit as error:  # from vLLM's parser: --help, an unknown argument
         leave(error.code if isinstance(error.code, int) else 1)
     except BaseException:  # vLLM's threads would hold up an exit

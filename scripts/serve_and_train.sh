@@ -74,7 +74,7 @@ if [ ${#gpus[@]} -gt 1 ]; then
   while [ $((2 * ranks)) -le $free ]; do ranks=$((2 * ranks)); done
   [ "$ranks" = "$free" ] || echo "$ranks GPUs train, $((free - ranks)) stay idle; --server_gpus N gives the server more" >&2
   for_trainer=(env CUDA_VISIBLE_DEVICES="$(IFS=,; echo "${gpus[*]:server_gpus:ranks}")")
-  [ "$ranks" = 1 ] || run=(torchrun --standalone --log-dir /dev/null --nproc_per_node="$ranks")
+  [ "$ranks" = 1 ] || run=(torchrun --standalone --nproc_per_node="$ranks")
   [[ "$server_gpus" = 1 || "${SERVER_FLAGS:-}" == *parallel-size* ]] || server_flags=(--tensor-parallel-size "$server_gpus")
 elif [ ${#gpus[@]} = 1 ]; then
   for_server=(env CUDA_VISIBLE_DEVICES="${gpus[0]}") for_trainer=(env CUDA_VISIBLE_DEVICES="${gpus[0]}")

@@ -40,5 +40,5 @@ until [ "$(grep -c "vllm_server: ready" "runs/$name-server.log")" -ge "$serving"
 done
 mapfile -t urls < <(printf "http://%s:$port\n" "${nodes[@]:0:serving}")
 srun --nodes=$training --ntasks-per-node=1 --nodelist="$trainers" torchrun --nnodes=$training \
-  --log-dir /dev/null --nproc_per_node="$gpus" --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${nodes[serving]}:$master" \
+  --nproc_per_node="$gpus" --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="${nodes[serving]}:$master" \
   "$script" --run_name "$name" --model_id "$model" --server_urls "${urls[@]}" --server_timeout 300 "$@"

@@ -18,6 +18,7 @@ import requests
 import torch
 from forks import free_port
 from safetensors.torch import load_file
+from server_fixture import make_tiny, start_server
 from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -462,6 +463,23 @@ def test_a_server_ends_with_who_started_it():
     parent.wait()
     psutil.wait_procs([server], timeout=20)
     assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_a_server_that_loads_ends_at_once():
+    """vLLM itself would wait for its engine."""
+    live = start_server(make_tiny(), "--dtype", "float32")
+    deadline = time.monotonic() + 120
+    while not (
+        engines := [c for c in psutil.Process(live.process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+    ):
+        assert time.monotonic() < deadline and live.process.poll() is None
+        time.sleep(0.2)
+    time.sleep(2)
+    live.process.send_signal(signal.SIGTERM)
+    assert live.process.wait(5) == 1 and not psutil.wait_procs(engines, 5)[1]
+    assert "stopped while loading" in live.log.read_text(encoding="utf-8")
+    live.stop()
 
 
 @pytest.mark.parametrize(
