@@ -192,8 +192,9 @@ def split_restarts(batch: Batch) -> Batch:
 
     contexts = batch.each(cut, rows.tolist())
     inputs = batch.model_inputs or [{}] * len(batch)
-    pairs = zip(inputs, batch.restarts, strict=True)
-    contexts.model_inputs = [entry for first, later in pairs for entry in (first, *(i for _, i in later))]
+    contexts.model_inputs = [
+        entry for first, later in zip(inputs, batch.restarts, strict=True) for entry in (first, *(i for _, i in later))
+    ]
     return replace(contexts, restarts=[], starts=starts)
 
 
@@ -218,7 +219,8 @@ def collated_extras(trajectories: list, length: int) -> dict[str, Tensor]:
         for row, (t, extras) in enumerate(zip(trajectories, extras_of_rows, strict=True)):
             value, start, size = extras.get(name, 0.0), len(t.prompt_ids), len(t.token_ids)
             if by_token and name in extras and len(value) != size:
-                raise ValueError(f'info["extras"][{name!r}] has {len(value)} numbers; give 1, or {size}')
+                fault = f"has {len(value)} numbers for {size} tokens after the prompt"
+                raise ValueError(f'info["extras"][{name!r}] {fault}; give one per token, like loss_mask, or just one')
             place = (row, slice(start, start + size)) if by_token else row
             tensors[name][place] = torch.tensor(value, dtype=torch.float)
     return tensors
@@ -348,7 +350,10 @@ def group_sum(values: Tensor, groups: Tensor) -> Tensor:
     """For each row the sum over its group, in float64.  [B] -> [B]"""
     index, _ = group_index(groups)
     if values.shape != groups.shape:
-        raise ValueError(f"a statistic of a group takes [B], not {[*values.shape]}: row_mean(...)[:, 0]")
+        raise ValueError(
+            f"a statistic of a group takes one value per completion, [{len(groups)}]; got {[*values.shape]}. Reduce "
+            "values per token first: row_mean(values, loss_mask)[:, 0]."
+        )
     return torch.zeros_like(values, dtype=torch.float64).index_add(0, index, values.double())[index]
 
 

@@ -410,10 +410,10 @@ def check(cfg: TrainConfig, world_size: int | None = None) -> None:
     unit = world * cfg.num_minibatches
     if cfg.prompts_per_step % unit and not cfg.eval_only:
         low, high = cfg.prompts_per_step // unit * unit, -(-cfg.prompts_per_step // unit) * unit
-        message = (
+        raise ConfigError(
             f"--prompts_per_step={cfg.prompts_per_step} is not divisible by {world} rank(s) x {cfg.num_minibatches} "
+            f"minibatch(es); use {f'{low} or ' if low else ''}{high}."
         )
-        raise ConfigError(f"{message}minibatch(es); use {f'{low} or ' if low else ''}{high}.")
     for is_wrong, message in wrong_together(cfg):
         if is_wrong:
             raise ConfigError(message)
@@ -434,7 +434,8 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.beta == 0 and (c.kl_in_reward or c.kl_target is not None),
          "--kl_in_reward and --kl_target need a --beta above 0; 0.001 is usual."),
         (c.ref_sync_steps and (c.use_peft or c.beta == 0),
-         "--ref_sync_steps moves a reference model of its own, which --beta 0 and --use_peft have not; leave it out."),
+         "--ref_sync_steps moves a reference model: --beta 0 loads none, and with --use_peft it is the model without "
+         "adapters; leave it out."),
         *((len(pair) != 2 or pair[0] > pair[1], f"--{name} {pair}: give two numbers, the lower first, such as 0 inf.")
           for name in ("group_mean_bounds", "reject_bounds") for pair in [getattr(c, name)]),
         (not re.fullmatch("(token|seq_mean|seq_sum|seq_max)_k[123]", c.reject_by),
@@ -448,11 +449,14 @@ def wrong_together(c: TrainConfig) -> list[tuple]:
         (c.shard_size and c.strategy == "ddp",
          f"--shard_size={c.shard_size} divides shards, and --strategy ddp has none; add --strategy fsdp2."),
         (c.strategy == "fsdp" and (c.compile or c.ref_sync_steps or c.use_peft and c.dtype != "float32"),
-         "--strategy fsdp takes no --compile, no --ref_sync_steps, no --use_peft with --dtype bfloat16; use fsdp2."),
+         "--strategy fsdp: flat parameters do not work with --compile, with --ref_sync_steps, or with "
+         "--use_peft and a --dtype other than float32; use fsdp2 or ddp."),
         (c.load_in and (not c.use_peft or c.push_lora == "folded" or c.offload or c.strategy == "fsdp"),
-         "--load_in 4bit: add --use_peft, leave out --push_lora folded and --offload; take --strategy ddp or fsdp2."),
+         "--load_in 4bit: 4-bit weights are frozen, and nothing can be folded into them; add --use_peft, leave out "
+         "--push_lora folded and --offload, and take --strategy ddp or fsdp2."),
         (c.load_in and c.strategy == "fsdp2" and c.generator == "hf",
-         "--load_in 4bit --strategy fsdp2: shards cannot sample in this process; use a server, or --strategy ddp."),
+         "--load_in 4bit --strategy fsdp2 --generator hf: ranks finish sampling at different times, but gathering "
+         "shards needs all ranks at once; use a vLLM server, or --strategy ddp."),
         (c.colocate and (c.generator == "hf" or int(os.environ.get("WORLD_SIZE", "1")) > 1 or c.push_steps > 1
                          or c.load_in or c.strategy != "ddp" and not c.offload),
          "--colocate: a server and one rank take turns on one GPU, and each step pushes all weights. Start one rank, "
@@ -552,9 +556,9 @@ def first_steps(cfg: TrainConfig) -> str:
     """What to type, for someone who started a script without flags and without a server's secret."""
     return f"""no arguments, and no VLLM_SERVER_TOKEN. On GPUs this trains {cfg.model_id} beside
 a server on its own GPU, both with that secret: python vllm_server.py --model {cfg.model_id}
-Without a GPU: with a server (10 to 20 minutes), or in one process, with a small model:
+Without a GPU: with a server (installs, makes a small model, trains it: 10 to 20 minutes), or in one process:
   bash scripts/demo.sh
-  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct
+  python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct  # the small model alone; then
   python {os.path.basename(sys.argv[0])} {cfg.first_run}"""
 
 
@@ -735,8 +739,9 @@ def convert(name: str, annotation, value):
         if kind is dict:
             return dict(json.loads(value) if isinstance(value, str) else value)
         # YAML has booleans, lists and maps: str() would accept them all, and int(True) is 1.
-        # int("1e3") fails, and int(1.5) is 1.
-        if kind is bool or type(value) not in (str, int, float) or kind is int and float(value) % 1 != 0:
+        if kind is bool or type(value) not in (str, int, float):
+            raise ValueError
+        if kind is int and float(value) % 1 != 0:  # int("1e3") fails, and int(1.5) is 1
             raise ValueError
         return int(float(value)) if kind is int else kind(value)
     except (TypeError, ValueError, OverflowError):

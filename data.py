@@ -332,7 +332,8 @@ def check_step_size(num_rows: int, prompts_per_step: int, world_size: int) -> No
     """ConfigError if there are fewer rows than prompts in a step."""
     if num_rows < prompts_per_step:
         largest = num_rows // world_size * world_size
-        raise ConfigError(f"--prompts_per_step={prompts_per_step}: there are {num_rows} rows; use at most {largest}.")
+        fault = f"the prompts of a step are distinct, but there are only {num_rows} rows"
+        raise ConfigError(f"--prompts_per_step={prompts_per_step}: {fault}; use at most {largest}, or add data.")
 
 
 # ---- rows of a step -------------------------------------------------------------------------------------------------
@@ -433,8 +434,10 @@ def load_data(cfg, format_row: Callable[[dict], dict] | None = None, run_cfg=Non
     then the config of the run."""
     data = {"train": [], "eval": []}
     if "eval" in sources(cfg) and not cfg.eval_dataset_id and names_file(cfg.dataset_id):
-        otherwise = "give this domain `eval_split: none`" if cfg.domain else "take --eval_steps none"
-        raise ConfigError(f"{cfg.dataset_id} has no splits: name a file by --eval_dataset_id, or {otherwise}.")
+        flag, otherwise = "--eval_dataset_id", "take --eval_steps none"
+        if cfg.domain:
+            flag, otherwise = "eval_dataset_id", "give this domain `eval_split: none`"
+        raise ConfigError(f"{cfg.dataset_id} has no splits: name the held-out rows' file with {flag}, or {otherwise}.")
     for purpose, (dataset_id, config, split, own_prompts) in sources(cfg).items():
         rows = load_rows(dataset_id, config, split, cfg.seed, format_row, own_prompts)
         rows = rows_of(rows, cfg, dataset_id, [domain.domain for domain in (run_cfg or cfg).by_domain()])
@@ -442,8 +445,10 @@ def load_data(cfg, format_row: Callable[[dict], dict] | None = None, run_cfg=Non
             rows = rows if isinstance(rows, list) else [*rows]
         if cfg.env:  # rows with equal prompts, even one object repeated, should be different games
             key = f"{cfg.seed} {dataset_id} {split}"
-            seeded = [row | {"seed": zlib.crc32(f"{key} {number}".encode())} for number, row in enumerate(rows)]
-            rows = [new if row.get("seed") is None else row for row, new in zip(rows, seeded, strict=True)]
+            rows = [
+                row if row.get("seed") is not None else row | {"seed": zlib.crc32(f"{key} {number}".encode())}
+                for number, row in enumerate(rows)
+            ]
         data[purpose] = rows
         if os.environ.get("RANK", "0") == "0":
             print(f"{f'{cfg.domain}: ' if cfg.domain else ''}{dataset_id} [{split}]: {len(rows)} rows")

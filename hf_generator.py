@@ -165,7 +165,8 @@ class HFGenerator:
         prompt_ids, inputs = (expanded.token_ids, expanded.model_inputs) if expanded else (prompt_ids, {})
         max_tokens = min(max_tokens, (self.window or math.inf) - len(prompt_ids))
         if max_tokens < 1:
-            raise ValueError(f"{len(prompt_ids)} tokens leave no room in the window of {self.window}")
+            fault = f"a prompt of {len(prompt_ids)} tokens, with its turns so far, fills the window of {self.window}"
+            raise ValueError(f"{fault}; lower --max_prompt_length or --max_completion_length")
         options.pop("home", None)  # for servers
         loop = asyncio.get_running_loop()
         request = _Request(prompt_ids, inputs, n, max_tokens, tuple(sorted(options.items())), loop.create_future())
@@ -345,10 +346,11 @@ class PolicyGenerator(HFGenerator):
         with torch.no_grad(), cast, evaluating(self.model):
             yield
 
-    def begin_push(self, *_) -> None:
-        """Nothing: the policy has its weights."""
+    def begin_push(self) -> None:
+        """Nothing to send: it samples from the policy itself."""
 
-    send_bucket = begin_push
+    def send_bucket(self, named: list[tuple[str, Tensor]]) -> None:
+        """Likewise."""
 
     def finish_push(self, version: int) -> None:
         self.version = version

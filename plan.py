@@ -221,8 +221,9 @@ def settings_for(
     if peak(need) <= usable:
         return choice, ""
     return choice, (
-        f"Warning: --strategy {cfg.strategy} on {ranks} rank(s) needs about {peak(need) / GIB:.1f} GiB of a GPU's "
-        f"{usable / GIB:.1f}. Less: --strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit (plan.py)."
+        f"Warning: this needs about {peak(need) / GIB:.1f} GiB on a GPU, and {usable / GIB:.1f} GiB can be used "
+        f"(--strategy {cfg.strategy}, {ranks} rank(s), {choice.tokens_per_microbatch} tokens per micro-batch). "
+        "Less memory: --strategy fsdp2 on several ranks, --offload, --use_peft, --load_in 4bit; plan.py says what fits."
     )
 
 
@@ -411,7 +412,8 @@ def check(cfg: PlanConfig) -> None:
     if cfg.server_gpus is not None and not 1 <= cfg.server_gpus < cfg.gpus:
         raise ConfigError(f"--server_gpus={cfg.server_gpus} of --gpus={cfg.gpus}: server and trainer need one each.")
     if cfg.gpus > cfg.node_gpus and (cfg.gpus % cfg.node_gpus or (cfg.server_gpus or 0) % cfg.node_gpus):
-        raise ConfigError(f"--gpus and --server_gpus: beyond --node_gpus={cfg.node_gpus} give multiples of it.")
+        given = f"--gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
+        raise ConfigError(f"{given}: beyond --node_gpus={cfg.node_gpus}, give multiples of it (whole machines).")
     if cfg.critic and cfg.overlap:
         raise ConfigError("--critic --overlap: train_async.py has no critic; plan one of them at a time.")
 
@@ -433,7 +435,8 @@ def main(cfg: PlanConfig) -> int:
     shares = [cfg.server_gpus] if cfg.server_gpus else range(unit, cfg.gpus, unit)
     shares = [share for share in shares if (cfg.gpus - share) % (cfg.shard_size or 1) == 0]
     if not shares:
-        raise ConfigError(f"--shard_size={cfg.shard_size} must divide the trainer's GPUs; give a smaller one.")
+        given = f"--shard_size={cfg.shard_size} of --gpus={cfg.gpus} --server_gpus={cfg.server_gpus}"
+        raise ConfigError(f"{given}: it must divide the trainer's GPUs; give a smaller one, or other GPUs.")
     plans = [split(cfg, config, sizes, share) for share in shares]
     best = max(plans, key=lambda plan: (plan["fits"], plan["pace"]))
     choice, server = best["cfg"], best["server"]
@@ -442,8 +445,8 @@ def main(cfg: PlanConfig) -> int:
     print(f"Trainer: {best['ranks']} of {cfg.gpus} GPUs, {best['strategy']}, {micro_batches}")
     print(table(best["need"], cfg))
     if server:
-        each = f"{server['split']} a server, {server['at_once']} completions each"
-        print(f"Server: {best['server_gpus']} of {cfg.gpus} GPUs, {each}")
+        at_once = f"{server['split']} a server, {server['at_once']} completions at once"
+        print(f"Server: {best['server_gpus']} of {cfg.gpus} GPUs, {at_once}")
         print(f"  {'weights':<15}{server['weights'] / GIB:8.1f} GiB\n  {'KV cache':<15}{server['kv'] / GIB:8.1f} GiB")
     else:
         print(f"Server: the model and one completion do not fit on {best['server_gpus']} GPU(s)")

@@ -227,7 +227,8 @@ async def score(trajectories: list, reward_functions: dict[str, Callable], cfg) 
             if turns is not None:
                 places, parts = turn_ends(trajectory.loss_mask), turns
                 if len(places) not in (0, len(turns)):
-                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}"
+                    fault = f"returned rewards of {len(turns)} turns, of which loss_mask shows {len(places)}: text "
+                    fault += "with mask 0 has to stand between two turns"
                     raise reward_error(name, fault, arguments, index)
             for place, part in zip(places, parts, strict=bool(places)):
                 trajectory.token_rewards[place] += weight * part
@@ -292,8 +293,11 @@ def missing_arguments(function: Callable, available: Iterable[str]) -> str | Non
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if missing := [name for name in needed if name not in available]:
-        only = ", ".join(sorted(available))
-        return f"needs {', '.join(missing)}, but there are only {only}. Add or rename a column (--dataset_id)."
+        return (
+            f"needs {', '.join(missing)}, but there are only {', '.join(sorted(available))}. Rename the column (in a "
+            "function of yours as --dataset_id) or the parameter, give the parameter a default, add the column to "
+            "every row (None where it does not apply), or name another function."
+        )
     return None
 
 

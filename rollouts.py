@@ -93,7 +93,8 @@ def check_rollout(cfg: TrainConfig) -> None:
     has_turns = cfg.env or cfg.tools or cfg.mcp_config
     expected = "agent" if cfg.agent else "multi_turn" if has_turns else "single_turn"
     if cfg.rollout != expected and cfg.rollout in ("agent", "multi_turn", "single_turn"):
-        raise ConfigError(f"--rollout {cfg.rollout}: the other flags make it {expected}; leave --rollout out.")
+        flags = "--agent, --env, --tools and --mcp_config"
+        raise ConfigError(f"--rollout {cfg.rollout}: {flags} as given make it {expected}; leave --rollout out.")
     if cfg.agent:
         from agentic.agents import check_agent
 
@@ -267,7 +268,8 @@ def checked_rollout(returned, row: dict, generator, cfg: TrainConfig) -> list[Tr
     if not isinstance(returned, list) or not all(isinstance(t, Trajectory) for t in returned):
         raise refuse(f"returned {shorten(returned)}, a {type(returned).__name__}. {rule}")
     if len(returned) != cfg.num_generations and not (any_number(cfg) and returned):
-        raise refuse(f"returned {len(returned)}. {rule}, or set `any_number = True`; a baseline is exactly one")
+        exception = "or at least one, if it sets `any_number = True` (ROLLOUTS); a greedy baseline is exactly one"
+        raise refuse(f"returned {len(returned)}. {rule}, {exception}")
     copies = []
     for index, t in enumerate(returned):
         if "failure" not in t.info:
@@ -315,7 +317,8 @@ def look_at(rows, name: str, processor, cfg: TrainConfig) -> list[int]:
     if over:
         say_once(f"{name}: {over} of the first {len(head)} prompts are over --max_prompt_length; they are left out.")
     if lookalikes and not cfg.no_apply_chat_template:  # without a template the prompt's special tokens are intended
-        fate = "becomes one" if cfg.allow_special_tokens else "is broken by a blank (--allow_special_tokens)"
+        fate = "is broken up by a blank (--allow_special_tokens turns it into one)"
+        fate = "becomes one" if cfg.allow_special_tokens else fate
         warning = f"text that reads like a special token, such as {lookalikes[0]!r}: it {fate}"
         say_once(f"{name}: {len(lookalikes)} of the first {len(head)} prompts hold {warning}.")
     return lengths

@@ -55,14 +55,17 @@ from train_grpo import Collector, Run, collect, last_token, sample_rows, setting
 def check(cfg: TrainConfig) -> None:
     """ConfigError, before anything is loaded, for settings that allow no overlap."""
     if cfg.max_staleness and cfg.generator == "hf":
-        raise ConfigError("--generator hf: nothing can overlap; take --generator vllm, or --max_staleness 0.")
+        remedy = "start vllm_server.py and take --generator vllm, or --max_staleness 0"
+        raise ConfigError(f"--generator hf samples in the trainer's own process, so nothing can overlap; {remedy}.")
     if cfg.colocate:
         raise ConfigError("--colocate has server and trainer take turns, so nothing can overlap; use train_grpo.py.")
     fewest, most = cfg.prompts_per_step, cfg.prompts_per_step * (1 + cfg.max_staleness)
     if not fewest <= (cfg.in_flight or fewest) <= most:
         raise ConfigError(f"--in_flight={cfg.in_flight}: give a number from --prompts_per_step={fewest} to {most}.")
     if cfg.max_staleness + 1 < cfg.push_steps:
-        raise ConfigError(f"--push_steps={cfg.push_steps} needs --max_staleness {cfg.push_steps - 1} or more.")
+        age = cfg.push_steps - 1
+        why = f"the weights that sample are up to {age} steps old; allow that with --max_staleness {age} or more"
+        raise ConfigError(f"--push_steps={cfg.push_steps} --max_staleness={cfg.max_staleness}: {why}.")
 
 
 @dataclass(eq=False)

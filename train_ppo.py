@@ -132,7 +132,8 @@ class CriticTrainer:
     def check(cfg: TrainConfig, processor) -> None:
         """ConfigError, before any model is loaded, for a critic that is not used or has another vocabulary."""
         if cfg.advantage in WITHOUT_CRITIC:
-            raise ConfigError(f"--advantage {cfg.advantage} reads no values of a critic; take train_grpo.py, or gae.")
+            remedy = "use train_grpo.py, or --advantage gae"
+            raise ConfigError(f"--advantage {cfg.advantage} reads no values of a critic (batch.values); {remedy}.")
         if cfg.strategy == "fsdp" and cfg.dtype != "float32":  # the value head is in float32
             raise ConfigError(f"--strategy fsdp --dtype {cfg.dtype}: its shards have one dtype; use fsdp2, or float32.")
         if cfg.critic_model_id:

@@ -39,9 +39,10 @@ def init_distributed(timeout: float) -> tuple[int, int, torch.device]:
         let_segments_grow(device)
         NEW_THREADS.append(functools.partial(torch.cuda.set_device, device))  # for rewards that call .cuda()
     if not dist.is_initialized():
-        how = dict(store=dist.HashStore() if "RANK" not in os.environ else None, rank=rank, world_size=world)
-        backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", datetime.timedelta(seconds=timeout)
-        dist.init_process_group(backend, timeout=limit, **how)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore() if "RANK" not in os.environ else None
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return rank, world, device
 
 
@@ -56,7 +57,9 @@ def computable(cfg: TrainConfig, device: torch.device) -> TrainConfig:
     if cfg.compute_dtype == "float32" or not any(gather_objects(slow_in_bfloat16(device))):
         return cfg
     if is_main():
-        print("This CPU has no instructions for bfloat16: the run computes in float32.", flush=True)
+        keeps_bfloat16 = cfg.strategy == "ddp" and cfg.dtype == "bfloat16"  # the other strategies also cast the weights
+        weights = " Weights in bfloat16 are still slow: use --dtype float32." if keeps_bfloat16 else ""
+        print(f"This CPU has no instructions for bfloat16: the run computes in float32.{weights}", flush=True)
     return dataclasses.replace(cfg, compute_dtype="float32")
 
 
@@ -134,8 +137,9 @@ def must_be_whole(statistic: str) -> None:
     """RuntimeError within `in_part`, where `statistic` would depend on how the update is cut into micro-batches."""
     if getattr(_PART, "inside", False):
         raise RuntimeError(
-            f"{statistic} was asked for inside a loss, and would change with --tokens_per_microbatch. Compute it once "
-            "per step, in NAME.prepare, which puts it into batch.extras (docs/ideas.md)."
+            f"{statistic} was asked for inside a loss, which sees one micro-batch: it would change with "
+            "--tokens_per_microbatch. Compute it once per step: NAME.prepare = function, (batch, cfg) -> {name: tensor "
+            "[B] or [B, T], or a number}, below the loss; the loss then finds it in batch.extras[name] (docs/ideas.md)."
         )
 
 
@@ -247,7 +251,8 @@ def check_fresh(trajectories: list, versions: range, generator: str = "vllm") ->
         why = why if generator == "vllm" else "Is push_weights called with another version?"
         raise RuntimeError(
             f"{len(stale)} of {len(spans)} completions come from weights {stale[0][0]} to {stale[0][1]}, not "
-            f"{versions[0]} to {versions[-1]}. {why} A rollout of your own has to copy policy_version(_last)."
+            f"{versions[0]} to {versions[-1]}. {why} A rollout of your own has to copy policy_version and "
+            "policy_version_last from the results of `generate`."
         )
 
 
@@ -259,8 +264,9 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
         in_4_bits = " With --load_in 4bit the server needs what scripts/unpacked.py writes." * bool(cfg.load_in)
         raise RuntimeError(
             f"Trainer and generator disagree on the sampled tokens{of_images}: mean |log-prob difference| "
-            f"{difference:.3f}, limit {limit:g} (--logprob_diff_limit). Usual causes: another model on the server, "
-            f"or a quantised one, top-k / top-p, a modified model class.{in_4_bits}"
+            f"{difference:.3f}, limit {limit:g}. Usual causes: another model on the server, a quantised server, top-k "
+            f"/ top-p sampling, a modified model class.{in_4_bits} --logprob_diff_limit raises the limit; then watch "
+            "sampling/ess."
         )
 
 
@@ -270,12 +276,14 @@ def check_agreement(difference: float, cfg: TrainConfig, share: float = 1, image
 def print_failure(error: BaseException, cfg: TrainConfig) -> int:
     """Prints traceback, cause and remedy on stderr; no traceback for a setting or a server that cannot work. Returns
     the exit status: 2 for a setting that another try would not change."""
-    causes = [cause for cause in dict.fromkeys((error, error.__cause__)) if cause is not None]
-    of_ours = type(error).__name__ in ("RewardError", "TrajectoryError") and not error.__cause__  # none of theirs
-    if getattr(error, "needs_traceback", True) and not of_ours:  # of a user's function, its frames
-        print("Traceback of", type(causes[-1]).__name__, file=sys.stderr)
-        traceback.print_tb(causes[-1].__traceback__)
+    # Frames alone, since the message follows: of a user's function its own, none where only what it returned is wrong.
+    of_user = type(error).__name__ in ("RewardError", "TrajectoryError")
+    printed = error.__cause__ if of_user else error
+    if getattr(error, "needs_traceback", True) and printed is not None:
+        message_lines = len(traceback.format_exception_only(printed))
+        print("".join(traceback.format_exception(printed)[:-message_lines]), file=sys.stderr)
     rank_prefix = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    causes = [cause for cause in dict.fromkeys((error, error.__cause__)) if cause is not None]
     notes = [note for cause in causes for note in getattr(cause, "__notes__", ())]
     text = "\n  ".join([str(error), *notes])
     print(f"\n{rank_prefix}{type(error).__name__}: {text}", file=sys.stderr)

@@ -137,7 +137,8 @@ class VLLMClient:
                     break
                 except http.NoAnswer as error:
                     if error.status in (401, 403):
-                        raise ServerError(f"{url} refuses the token of VLLM_SERVER_TOKEN[_FILE]") from None
+                        remedy = "give the token that it was started with, or printed, in VLLM_SERVER_TOKEN[_FILE]"
+                        raise ServerError(f"{url} refuses the token; {remedy}") from None
                     if time.monotonic() > end:
                         fault = f"was not ready within {seconds:g} s; python vllm_server.py --model MODEL starts one"
                         raise ServerError(f"{url} {fault}: {error}") from None
@@ -157,7 +158,8 @@ class VLLMClient:
             if not error.status:
                 raise
             if error.status not in (400, 500):
-                raise ServerError(f"{url} has no /collective_rpc; start it as docs/serving.md says") from None
+                remedy = "start vllm_server.py, or vllm serve as docs/serving.md says (VLLM_SERVER_DEV_MODE=1)"
+                raise ServerError(f"{url} has no /collective_rpc; {remedy}") from None
         config = self._ask("GET", url + "/server_info?config_format=json")["vllm_config"]
         model, parallel = config["model_config"], config["parallel_config"]
         return ServerInfo(
@@ -265,7 +267,10 @@ class VLLMClient:
         run, _, number = label.rpartition(":")
         is_ours = run == self.run if self.adapter is None else label == BASE
         if self.run is not None and not is_ours:
-            raise ServerError(f"weights {label!r}: run {self.run} has not pushed them; a restarted or shared server?")
+            raise ServerError(
+                f"tokens were sampled by weights {label!r}, which run {self.run} has not pushed: the server was "
+                "restarted, or another run pushes to it. Give each run a server of its own, and resume this one."
+            )
         return adapter_version if self.adapter is not None else int(number) if run else 0
 
     # ---- pushing -------------------------------------------------------------------------------------------------
@@ -280,7 +285,8 @@ class VLLMClient:
             return
         engines = {info.engine for info in infos}
         if engines not in ({"torch"}, {"nccl"}):
-            raise ServerError(f"{self.urls} take weights by {engines}; start vllm_server.py, or see docs/serving.md")
+            fault = f"{' and '.join(self.urls)} take weights by {' and '.join(map(str, engines))}"
+            raise ServerError(f"{fault}; start vllm_server.py, or vllm serve with the flags that docs/serving.md names")
         self.engine = engines.pop()
         hosts = [wire.local_address(urlsplit(url).hostname) for url in self.urls]
         address = next((host for host in hosts if not host.startswith("127.") and host != "::1"), hosts[0])

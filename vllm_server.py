@@ -100,7 +100,7 @@ def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; other than loopback wants a token")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token-file", help="file with the token; or VLLM_SERVER_TOKEN[_FILE]; else one is made up")
-    parser.add_argument("--exit-with-parent", action="store_true", help="end when the starting process has ended")
+    parser.add_argument("--exit-with-parent", action="store_true", help="end with the process that started this one")
     args, vllm_args = parser.parse_known_args(argv)
     if args.token_file is not None:
         os.environ["VLLM_SERVER_TOKEN_FILE"] = args.token_file
@@ -112,7 +112,8 @@ def parse_command_line(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if has_token and not args.token:
         parser.error("the token is empty; leave --token-file and VLLM_SERVER_TOKEN out to have one made up")
     if not has_token and not re.fullmatch(r"localhost|::1|127(\.\d+){3}", args.host):
-        parser.error(f"--host {args.host} wants a token of your choice: VLLM_SERVER_TOKEN=T or --token-file FILE")
+        remedy = "VLLM_SERVER_TOKEN=T or --token-file FILE (or leave --host out to serve this machine only)"
+        parser.error(f"--host {args.host} can be reached by other machines, so it wants a token: {remedy}")
     return args, vllm_args
 
 

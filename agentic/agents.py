@@ -49,15 +49,17 @@ def check_agent(cfg: TrainConfig) -> None:
     flags = ("env", "tools", "mcp_config", "teacher_urls", "teacher_prompt", "system_prompt", "no_apply_chat_template")
     for flag in flags:
         if getattr(cfg, flag):
-            raise ConfigError(f"--agent and --{flag}: an agent has its own tools and messages; leave one of them out.")
+            raise ConfigError(f"--agent and --{flag}: an agent has its own tools and messages; leave one flag out.")
     if function_path(cfg.agent):
         load_function(cfg.agent)
         return
     words = shlex.split(cfg.agent)
     if not words or not shutil.which(words[0]):
-        raise ConfigError(f"--agent: there is no program {(words or [''])[0]!r}, nor is it file.py:function.")
+        program = words[0] if words else ""
+        raise ConfigError(f"--agent {cfg.agent}: there is no program {program!r}; give a command, or file.py:function.")
     if cfg.reward_funcs == ["environment"]:
-        raise ConfigError(f"--agent {cfg.agent}: a command returns no reward; give --reward_funcs.")
+        fault = "a command returns no reward; give --reward_funcs, such as my.py:solved"
+        raise ConfigError(f"--agent {cfg.agent}: {fault}.")
 
 
 async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory:
@@ -79,7 +81,8 @@ async def play(row: dict, group: int, generator, cfg: TrainConfig) -> Trajectory
             await asyncio.wait({working})
     trajectory = conversation.trajectory(group)
     if trajectory is None:
-        raise TrajectoryError(f"--agent {cfg.agent} ended without an answer from the model {outcome or ''}", row)
+        hint = f"; it printed last: {outcome['last_line']}" if outcome.get("last_line") else ""
+        raise TrajectoryError(f"--agent {cfg.agent} ended without an answer from the model{hint}", row)
     trajectory.info |= {"agent": outcome} | store_reward(result, trajectory.info["turns"], row, cfg)
     return trajectory
 
@@ -93,7 +96,8 @@ def store_reward(result, turns: list[dict], row: dict, cfg: TrainConfig) -> dict
     try:
         turns[-1]["reward"] = read_score(reward) or 0.0
     except (TypeError, ValueError, OverflowError):
-        raise TrajectoryError(f"--agent {cfg.agent} returned {shorten(result)}, and no number or dict", row) from None
+        form = 'a number, {"reward": a number, ...} or None'
+        raise TrajectoryError(f"--agent {cfg.agent} returned {shorten(result)}; return {form}", row) from None
     return {"metrics": numbers, "unscored": reward is None}
 
 

@@ -119,7 +119,8 @@ class Conversation:
         except Exception as error:  # templates and decoders may raise anything
             raise Refused(f"the messages of this call cannot be shown to the model: {error!r:.500}") from error
         if room < 1:
-            fault = f"this conversation has {len(prompt.token_ids)} tokens, all that prompt and completion may have"
+            budget = f"--max_prompt_length + --max_completion_length = {limit}"
+            fault = f"this conversation has {len(prompt.token_ids)} tokens; the most are {budget}"
             raise Refused(fault, code="context_length_exceeded")
         if max_tokens < 1:
             raise Refused(f"max_tokens is {requested}; give a number from 1 on")
@@ -193,7 +194,8 @@ def check(body: dict, cfg: TrainConfig) -> None:
     if changes.get("tool_choice", "none") != "none":
         warn_once(f"--agent: tool_choice {shorten(changes['tool_choice'], 60)} is treated as auto: no call is forced.")
     for key in sorted(changes.keys() - READ - IGNORED):
-        warn_once(f"--agent: a call's {key}={shorten(changes[key], 60)} is not used. Said once.", kind=f"agent's {key}")
+        notice = f"--agent: a call gave {key}={shorten(changes[key], 60)}, which is not used"
+        warn_once(f"{notice}: it would change the sampling distribution. Said once.", kind=f"agent's {key}")
     if not body.get("messages") or body["messages"][-1]["role"] == "assistant":
         raise Refused("`messages` must end with something to answer, not with the assistant's own message")
 
@@ -335,7 +337,8 @@ class Recorder:
     def of(self, request: Request) -> Conversation:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if key not in self.conversations:
-            raise Refused("no conversation has this key, or it has ended", 401, "invalid_api_key")
+            fault = "no conversation has this key, or it has ended: use the api_key that the agent was given"
+            raise Refused(fault, 401, "invalid_api_key")
         return self.conversations[key]
 
     async def completions(self, request: Request) -> Response:

@@ -228,7 +228,7 @@ def gigpo(batch: Batch, cfg: TrainConfig) -> Tensor:
     turns, table, pairs = turn_returns(batch, cfg.gamma)
     rows, k = pairs.unbind(1)
     if batch.states is None:
-        warn_once("--advantage gigpo: without a state() (envs/base.py) only first turns are compared.")
+        warn_once("--advantage gigpo: the environment has no state() (envs/base.py), so only first turns are compared.")
         states = torch.where(k == 1, 0, 1 + rows * table.shape[1] + k)  # all different
     else:
         first = (turns[rows] == k[:, None]).long().argmax(1)  # [M] the turn's first token

@@ -32,8 +32,9 @@ def check_functions(functions: dict[str, Callable], cfg: TrainConfig) -> None:
     check_teacher(functions, cfg)
     compares = getattr(functions[f"--advantage {cfg.advantage}"], "compares_group", True)
     for domain in cfg.by_domain():
-        if (compares(domain) if callable(compares) else compares) and (n := domain.num_generations) < 2:
-            raise ConfigError(f"--num_generations={n}: {cfg.advantage} compares completions; take 2 or more.")
+        number = domain.num_generations
+        if number < 2 and (compares(domain) if callable(compares) else compares):
+            raise ConfigError(f"--num_generations={number}: {cfg.advantage} compares completions; take 2 or more.")
 
 
 @contextlib.contextmanager

@@ -124,4 +124,5 @@ def check_teacher(functions: dict[str, Callable], cfg: TrainConfig) -> None:
     if tops and not cfg.distill_topk:
         raise ConfigError(f"{tops[0]} reads batch.teacher_top, which needs --distill_topk K; add --distill_topk 20.")
     if cfg.has_teacher and not uses and cfg.distill_coef:
-        raise ConfigError("nothing learns from the teacher: add --advantage distill or --distill_topk 20.")
+        remedy = "add --advantage distill or --distill_topk 20, or --distill_coef 0"
+        raise ConfigError(f"nothing learns from the teacher: {remedy}.")

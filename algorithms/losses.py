@@ -17,7 +17,9 @@ from config import TrainConfig
 
 def has_no_ratio(cfg: TrainConfig) -> str | None:
     """For losses that read no old log-probs."""
-    return "it has no ratio; leave out --old_logprobs sampler" if cfg.old_logprobs == "sampler" else None
+    if cfg.old_logprobs == "sampler":
+        return "it has no ratio to put them into; leave out --old_logprobs sampler"
+    return None
 
 
 def cispo(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:

@@ -36,7 +36,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> torc
         raise ConfigError(f"make_optimizer: the group {empty[0]!r} has no parameters; choose by clean_name(name).")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if ungrouped := [name for name, p in trained.items() if p not in in_groups]:
-        raise ConfigError(f"make_optimizer: {ungrouped[0]!r} is in no group; add it, or freeze it in load_hf_model.")
+        raise ConfigError(f"make_optimizer: {ungrouped[0]!r} is trained but in no group; add it, or freeze it.")
     at_start = module.__dict__.setdefault("trained_at_start", {*trained})
     late = isinstance(module, DistributedDataParallel | FSDP | FSDPModule) and trained.keys() - at_start
     if late:

@@ -97,7 +97,7 @@ async def tell(trajectories: list[Trajectory], generator, cfg: TrainConfig, scor
                 await ask(trajectory, prompt, cfg)
             elif prompt is not None and cfg.teacher_prompt:
                 if later_images(trajectory):
-                    raise TeacherError("--teacher_prompt: images of tools need --teacher_urls")
+                    raise TeacherError("--teacher_prompt shows no images of tools in this process; give --teacher_urls")
                 trajectory.info["teacher_prompt"] = prompt
         except TeacherError as error:
             trajectory.info["failure"] = TrajectoryError(str(error), trajectory.row)
@@ -115,7 +115,8 @@ async def shown_to_teacher(trajectory: Trajectory, generator, cfg: TrainConfig) 
         function = functools.partial(load_function(cfg.teacher_prompt), trajectory)
         outcome = await run_limited(function, {}, cfg.reward_timeout, as_it_is)
         if outcome is None:
-            raise TeacherError(f"--teacher_prompt took over --reward_timeout={cfg.reward_timeout:g} s")
+            fault = f"took over {cfg.reward_timeout:g} s for a trajectory (--reward_timeout)"
+            raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} {fault}")
         messages, error = outcome
         if error is not None:
             raise TeacherError(f"--teacher_prompt {cfg.teacher_prompt} raised {error!r:.300}") from error
@@ -213,8 +214,11 @@ def as_seen(batch: Batch, trajectories: list[Trajectory], pad_id: int, cfg: Trai
 def enter(batch: Batch, seen: Batch, trajectories: list[Trajectory], outputs: dict, cfg: TrainConfig) -> None:
     """Copies the answer of a teacher in this process, `all_logprobs` of the batch `seen`, into the batch, for the
     trajectories that it was asked about. Their sampled tokens are the same in both, in the same order."""
-    pairs = [(t, cfg.of(t.row)) for t in trajectories]
-    is_asked = ["teacher_prompt" in t.info if domain.teacher_prompt else bool(domain.teacher_id) for t, domain in pairs]
+    domains = [cfg.of(t.row) for t in trajectories]
+    is_asked = [
+        "teacher_prompt" in t.info if domain.teacher_prompt else domain.teacher_id is not None
+        for t, domain in zip(trajectories, domains, strict=True)
+    ]
     is_asked = torch.tensor(is_asked, device=batch.loss_mask.device)[:, None]  # [B, 1]
     in_batch, in_seen = is_asked & (batch.loss_mask > 0), is_asked & (seen.loss_mask > 0)
     batch.teacher_logprobs[in_batch] = outputs["logprobs"][in_seen]

@@ -311,5 +311,6 @@ async def put_away(environment, reusable: bool, cfg: TrainConfig) -> None:
         return
     outcome = await run_limited(environment.close, {}, cfg.tool_timeout, as_it_is)
     if outcome is None or outcome[1] is not None:
-        call, fault = f"{name_of(environment)}.close()", "was late" if outcome is None else repr(outcome[1])
-        warn_once(f"{call}: {fault:.500}. Said once.", kind=call)
+        fault = f"took over {cfg.tool_timeout:g} s" if outcome is None else f"raised {shorten(outcome[1], 500)}"
+        call = f"{name_of(environment)}.close()"
+        warn_once(f"{call} {fault}. Said once.", kind=call)

@@ -191,7 +191,9 @@ def checked_messages(messages, source: str, processor=None, limit: int | None = 
         for m in checked:
             parts_of(m["content"])  # PartError if it is neither text nor parts
     except (PartError, TypeError, KeyError, AttributeError) as error:
-        raise TrajectoryError(f"{source} must give chat messages, not {shorten(messages)} ({error})") from error
+        form = '[{"role": "user", "content": "..."}]'
+        fault = f"{source} must give chat messages, such as {form}; it gave {shorten(messages)} ({error})"
+        raise TrajectoryError(fault) from error
     if limit is not None:
         shortened = [m | {"content": cut(m["content"], limit)} for m in checked]
         if shortened != checked:

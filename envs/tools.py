@@ -62,7 +62,11 @@ def from_function(function: Callable) -> Tool:
 
     from pydantic import ConfigDict, TypeAdapter, with_config
     from pydantic.errors import PydanticInvalidForJsonSchema
-    from transformers.utils import chat_template_utils as templates
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
     from typing_extensions import TypedDict
 
     if isinstance(function, functools.partial):
@@ -71,13 +75,13 @@ def from_function(function: Callable) -> Tool:
         return tool_without(full_schema, fixed.arguments)
     routine = function if inspect.isroutine(function) else function.__call__
     name = getattr(function, "__name__", type(function).__name__)
-    errors = (templates.DocstringParsingException, templates.TypeHintParsingException, NameError, TypeError, ValueError)
     try:
         arguments = inspect.signature(routine).parameters.values()
-        schema = templates.get_json_schema(routine)["function"]
+        schema = get_json_schema(routine)["function"]
         hints = typing.get_type_hints(routine)
-    except errors as error:
-        raise ConfigError(f"the tool {name!r} needs a type hint and a line in Args: for each: {error}") from None
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
+        missing = "a type hint and a line in Args: for each argument"
+        raise ConfigError(f"the tool {name!r} needs {missing}: {error}") from None
     typed_arguments = {a.name: hints[a.name] if a.default is a.empty else NotRequired[hints[a.name]] for a in arguments}
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     adapter = TypeAdapter(with_config(config)(TypedDict("given", typed_arguments)))
@@ -100,7 +104,8 @@ def named_tools(cfg) -> list[Tool]:
             known_name("--tools (names, or path/to/file.py:function)", spec, TOOLS)
         tool = load_function(spec) if function_path(spec) else TOOLS[spec]
         if inspect.isclass(tool) or not (callable(tool) or isinstance(tool, Tool)):
-            raise ConfigError(f"--tools {spec}: {shorten(tool)} is no function with hints and docstring, nor a Tool.")
+            allowed = "a function, functools.partial, an object with __call__, or envs.tools.Tool"
+            raise ConfigError(f"--tools {spec} is {shorten(tool)}; give {allowed}.")
         tools.append(tool if isinstance(tool, Tool) else from_function(tool))
     return tools
 
@@ -152,7 +157,8 @@ async def run_calls(
     """(a tool message per call, in order; an event per call: name, seconds, failed, the name as the model wrote it,
     arguments, result). Each call has its time limit. All run at the same time, or, in_order, one after another, for
     methods that change the state of one object."""
-    if len(calls) > (limit := CALLS_PER_TURN):
+    limit = CALLS_PER_TURN
+    if len(calls) > limit:
         fault = f"this turn made {len(calls)} calls; only the first {limit} were run"
         calls = [*calls[:limit], replace(calls[limit], error=fault)]
     if in_order:
@@ -196,7 +202,7 @@ async def call_result(call: Call, tools: dict[str, Tool], cfg) -> tuple[object, 
 
 def as_content(result):
     """A tool's result as the content of a message. Text stays; message parts get their usual form; Pillow images, alone
-    or in a list with texts and parts, become parts. Anything else becomes JSON."""
+    or in a list with texts and parts, become parts. Anything else becomes JSON if it can, else its repr."""
     if isinstance(result, str):
         return clean(result)
     items = result if isinstance(result, list) else [result]
@@ -204,7 +210,10 @@ def as_content(result):
     if any(are_parts) and all(part or isinstance(item, str) for part, item in zip(are_parts, items, strict=True)):
         parts = parts_of([{"type": "image", "image": e} if isinstance(e, Image.Image) else e for e in items])
         return each_text(parts, clean)
-    return clean(json.dumps(result, default=as_json, ensure_ascii=False))
+    try:
+        return clean(json.dumps(result, default=as_json, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):  # keys that are not text, a value that contains itself
+        return clean(shorten(result, 10_000))
 
 
 def as_json(value):

@@ -151,7 +151,8 @@ def as_call(call: dict) -> Call:
             return Call(*each_text([name, arguments], clean))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    return Call("", error=f'a call must be {{"name": "...", "arguments": {{...}}}} in JSON, not {shorten(function)}')
+    form = '{"name": "...", "arguments": {...}} in JSON'
+    return Call("", error=f"a call must be {form}, not {shorten(function)}")
 
 
 # ---- instructions ----------------------------------------------------------------------------------------------------
@@ -168,8 +169,10 @@ def instructions(schemas: list[dict], parser: str) -> str:
     functions = [schema["function"] for schema in schemas]
     if parser == "tags":  # as short as the calls
         firsts = [next(iter(f["parameters"].get("properties", {})), "") for f in functions]
-        pairs = zip(functions, firsts, strict=True)
-        lines = [f"<{f['name']}>{first}</{f['name']}>: {f['description']}" for f, first in pairs]
+        lines = [
+            f"<{f['name']}>{first}</{f['name']}>: {f['description']}"
+            for f, first in zip(functions, firsts, strict=True)
+        ]
     else:
         lines = [json.dumps(function, ensure_ascii=False) for function in functions]
     return "\n".join(["You can call these tools:", *lines, HOW_TO_CALL.get(parser, "")])

@@ -30,14 +30,15 @@ def file_bytes(source, local_files: bool) -> bytes:
     if isinstance(source, str):
         scheme = urlsplit(source[:8]).scheme.lower()
         if scheme in ("http", "https"):
-            raise PartError(f"{shorten(source, 60)}: nothing is fetched; download it: a file's path, or base64")
+            remedy = "download it and give the file's path, or its content as a data: URL or base64"
+            raise PartError(f"{shorten(source, 60)}: nothing is fetched; {remedy}")
         if local_files and (scheme == "file" or os.path.isfile(source)):
             source = Path(unquote(urlsplit(source).path) if scheme == "file" else source)
         else:
             try:  # a data: URL or bare base64
                 return base64.b64decode("".join(source.rpartition("base64,")[2].split()), validate=True)
             except ValueError:
-                hint = "; text of tools and environments never names a file, a pathlib.Path may" * (not local_files)
+                hint = "" if local_files else "; text of tools and environments never names a file, a pathlib.Path may"
                 raise PartError(f"{shorten(source, 60)} is neither a file nor base64{hint}") from None
     if isinstance(source, Path):
         return source.read_bytes()

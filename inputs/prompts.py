@@ -155,10 +155,12 @@ def prompt_text(row: dict, processor, cfg: TrainConfig, count: int = 0) -> str:
     """
     if cfg.no_apply_chat_template:
         if not isinstance(row["prompt"], str) or cfg.system_prompt is not None:
-            raise ConfigError(f"--no_apply_chat_template: strings, no --system_prompt; not {shorten(row['prompt'])}.")
+            rule = "takes prompts that are strings, and no --system_prompt"
+            raise ConfigError(f"--no_apply_chat_template {rule}; this prompt is {shorten(row['prompt'])}.")
         return row["prompt"]
     if not processor.chat_template:
-        raise ConfigError("the model has no chat template: take a chat model, or strings and no_apply_chat_template.")
+        remedy = "choose a chat model, or make the prompts strings and set no_apply_chat_template"
+        raise ConfigError(f"the model of --model_id has no chat template; {remedy}.")
     messages = normal(prompt_messages(row, cfg.system_prompt), processor, count)
     schemas, options = row.get(SCHEMAS, own_schemas(row)), own_kwargs(row)
     if not cfg.allow_special_tokens:

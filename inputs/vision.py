@@ -25,8 +25,10 @@ from inputs.trajectory import RowError, TrajectoryError
 # Families whose masks treat images differently: their name for token types, which are 0 for text.
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "gemma4unified": "mm_token_type_ids"}
 PER_TOKEN = ("position_ids", *TYPES.values())  # inputs with one entry per token; others are per image or patch
-UNLIKE = {"mllama": "Llama 3.2 Vision looks at images by cross-attention"}
-UNLIKE["paligemma"] = "a prompt of PaliGemma sees itself in both directions"
+UNLIKE = {
+    "mllama": "Llama 3.2 Vision looks at images by cross-attention",
+    "paligemma": "a prompt of PaliGemma sees itself in both directions",
+}
 ANNOUNCED = re.compile(r"^(image|video|audio|img|media).*token.*(id|index)$|^(boi|eoi)_token_(id|index)$")
 
 _RECENT: dict[int, tuple] = {}  # id(row): (row, key, prompt), since a row may be sampled many times
@@ -69,11 +71,13 @@ def column_images(row: dict) -> list:
     return []
 
 
-def build_prompt(row: dict, generator, cfg: TrainConfig, model_row: dict | None = None, limit: float = 0) -> Prompt:
+def build_prompt(
+    row: dict, generator, cfg: TrainConfig, model_row: dict | None = None, limit: float | None = None
+) -> Prompt:
     """The prompt of a row, or of `model_row`, which an environment made of it; images are decoded and processed once.
     generator: its `tokenizer` is used, for models with images a processor, and `rope_index` if it has one.
 
-    RowError if the prompt cannot be made, or has more than `limit` tokens (0: --max_prompt_length); with an
+    RowError if the prompt cannot be made, or has more than `limit` tokens (unset: --max_prompt_length); with an
     environment, which may be to blame, TrajectoryError.
     """
     model_row, kind = model_row or row, TrajectoryError if cfg.env else RowError
@@ -93,8 +97,9 @@ def build_prompt(row: dict, generator, cfg: TrainConfig, model_row: dict | None 
         while len(_RECENT) > cfg.prompts_per_step:  # pixels take room
             _RECENT.pop(next(iter(_RECENT)))
     if len(prompt.token_ids) > (limit or cfg.max_prompt_length):
-        added = ", with what its environment adds," if model_row is not row else ""
-        raise kind(f"the prompt{added} is over --max_prompt_length={cfg.max_prompt_length}, which may be raised.", row)
+        addition = ", with what its environment adds," if model_row is not row else ""
+        flag = f"--max_prompt_length={cfg.max_prompt_length}"
+        raise kind(f"the prompt{addition} is over {flag}: raise it, and the server's --max-model-len with it.", row)
     return prompt
 
 
@@ -210,7 +215,7 @@ def check_echo(prompt: Prompt, samples: list) -> None:
     ids, echo = prompt.token_ids, samples[0].prompt_ids
     if ids != echo:
         raise RuntimeError(
-            f"of a prompt with {len(prompt.images)} images the generator made {len(echo)} tokens, the trainer "
-            f"{len(ids)}, the first {len(os.path.commonprefix([ids, echo]))} alike. Is its --model the --model_id? "
-            "Scale images with --max_pixels, not with --mm-processor-kwargs."
+            f"the generator made {len(echo)} tokens of a prompt with {len(prompt.images)} images, the trainer "
+            f"{len(ids)}; the first {len(os.path.commonprefix([ids, echo]))} are alike. Is the server's --model "
+            "the trainer's --model_id? Scale images with --max_pixels here, not with --mm-processor-kwargs there."
         )

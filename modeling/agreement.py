@@ -104,7 +104,10 @@ def check_policy(inner: nn.Module, logprobs: Callable, trials: list[Prompt], cfg
             if utils.is_main():
                 print(f"Prompts are computed once per completion: packed rows differ from {name}'s own ({why}).")
         if why := differs(plain, 1e-3 if exact else 0.02):
-            raise RuntimeError(f"The policy gives a fixed text other log-probs than {name} itself ({why}).")
+            raise RuntimeError(
+                f"The policy gives a fixed text other log-probs than {name} itself ({why}, in {cfg.compute_dtype}). "
+                "Its forward pass does something that Policy.forward (train_grpo.py) leaves out, or it is random."
+            )
     return cfg
 
 

@@ -100,7 +100,8 @@ def quantisation(published: dict | None, cfg: TrainConfig) -> dict:
     method = published.get("quant_method", "bitsandbytes")
     if cfg.load_in or method not in ("fp8", "mxfp4"):
         adapters = ", or train adapters on this one: --use_peft --load_in 4bit" * bool(published.get("load_in_4bit"))
-        raise ConfigError(f"{cfg.model_id} is quantised ({method}); give the model that it was made from{adapters}.")
+        fault = f"is quantised ({method}), and cannot be turned into weights to train here"
+        raise ConfigError(f"--model_id={cfg.model_id} {fault}. Give the model that it was made from{adapters}.")
     say_once(f"{cfg.model_id} is published quantised ({method}): it is trained, and saved, as plain weights.")
     return {"quantization_config": AUTO_QUANTIZATION_CONFIG_MAPPING[method](dequantize=True)}
 
@@ -110,7 +111,8 @@ def check_missing(model, loading_info: dict, model_id: str, body=False) -> None:
     `from_pretrained` reports. body: the output layer may be missing, as a critic does not use it."""
     head = {n for n, part in model.named_modules() if body and part is model.get_output_embeddings()}
     if missing := [name for name in sorted(loading_info["missing_keys"]) if name.rpartition(".")[0] not in head]:
-        raise ConfigError(f"{model_id} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}.")
+        fault = f"lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}: they would be random"
+        raise ConfigError(f"{model_id} {fault}. Give a complete model of this kind, or copy the folder again.")
 
 
 # ---- 4 bits ----------------------------------------------------------------------------------------------------------

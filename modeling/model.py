@@ -25,7 +25,7 @@ def backbone(hf_model: nn.Module) -> nn.Module:
     """The part below the output layer: from token ids (and images) to `last_hidden_state`. ConfigError for a causal
     model within another."""
     if hf_model.base_model is hf_model:
-        raise ConfigError(f"{type(hf_model).__name__} has no part of its own below the output layer; train another.")
+        raise ConfigError(f"{type(hf_model).__name__} has no part below its output layer; train another family.")
     return hf_model.base_model
 
 
@@ -142,9 +142,12 @@ def lora_layers(model: nn.Module, cfg: TrainConfig) -> list[str]:
     users = Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
     frozen = model.get_encoder(modality="image") if cfg.freeze_vision and takes_images(model.config) else None
     left_out = set(frozen.modules()) if frozen is not None else set()
-    layers = {name: x for name, x in model.named_modules() if isinstance(x, (nn.Linear, Conv1D)) and x not in left_out}
-    alone = {name: x for name, x in layers.items() if users[x.weight] == 1}
-    linear = {name: x for name, x in alone.items() if not type(x).__name__.endswith("Router")}
+    linear = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D)) and users[layer.weight] == 1 and layer not in left_out
+        if not type(layer).__name__.endswith("Router")
+    }
     names: set[str] = set()
     for target in cfg.lora_targets:
         if target == "all-linear":
@@ -193,8 +196,9 @@ def dithered_weight(weight: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
         return weight.to(dtype)
     if isinstance(weight, DTensor):
         local = dithered_weight(weight.to_local(), base.to_local(), dtype)
-        sizes = dict(shape=weight.shape, stride=weight.stride())
-        return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, **sizes)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
     column = torch.arange(weight.shape[-1], dtype=torch.int32, device=weight.device)
     bits = base.contiguous().view(torch.int32) + column * 0x3C6EF372  # mixed below; integers wrap around
     bits.mul_(0x5BD1E995).bitwise_right_shift_(16).bitwise_and_(2**drop - 1)  # [rows, columns] from 0 to 2^drop - 1

@@ -137,7 +137,8 @@ def balance_loss(model: nn.Module) -> Callable[[tuple, Tensor], Tensor]:
     experts, chosen = experts_of(model.config)
     of_family = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     if not experts or of_family is None:
-        raise ConfigError(f"--router_aux_coef: transformers has no such loss for {type(model).__name__}; leave it out.")
+        family = type(model).__name__
+        raise ConfigError(f"--router_aux_coef: transformers has no load-balancing loss for {family}; leave it out.")
     return lambda logits, mask: of_family(logits, experts, chosen, mask)
 
 
@@ -151,7 +152,8 @@ def ask(generator, model: nn.Module, cfg: TrainConfig) -> None:
         why = "the server does not tell its experts; its log says why" if experts else "the model has no experts"
         raise ConfigError(f"--router_replay on: {why}.")
     if cfg.router_replay == "auto" and experts and not able:
-        warn_once("No router replay: the server reports no experts; the beginning of its log says why.")
+        why = "the server does not tell its experts; the beginning of its log says why"
+        warn_once(f"This mixture of experts trains without router replay: {why}.")
 
 
 def metrics(routing: Routing | None, batch) -> dict:

@@ -86,7 +86,7 @@ def ask(method: str, url: str, seconds: float, body: dict | None = None, token: 
             try:
                 return read(answer.json() if answer.content else {})
             except (ValueError, LookupError, TypeError, AttributeError):
-                fault = f"answered {answer.text!r:.200}, no JSON object as it should be: is it the right server?"
+                fault = f"answered {answer.text!r:.200}, no JSON object of the expected form: is it the right server?"
         else:
             text = answer.text.strip().replace(parts.query or HIDDEN, HIDDEN)[:500]  # some servers repeat the address
             if answer.is_redirect:

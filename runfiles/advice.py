@@ -143,8 +143,11 @@ def left_behind(curves: Curves, config: dict) -> dict | None:
     return None
 
 
-LOST = {"rollout/failed": "failed trajectories", "unrewarded": "completions to which no reward applied"}
-LOST |= {"reward_timeouts": "rewards out of time (--reward_timeout; the terminal names the function)"}
+LOST = {
+    "rollout/failed": "failed trajectories",
+    "unrewarded": "completions to which no reward function applied",
+    "reward_timeouts": "rewards that ran out of time (--reward_timeout; the terminal names the function)",
+}
 
 
 def lost(curves: Curves, config: dict) -> dict | None:
@@ -163,8 +166,9 @@ def no_calls(curves: Curves, config: dict) -> dict | None:
 RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in docs/looking.md, test, text
     (
         "bad", "Trainer against generator", "stale-server", above("sampling/logprob_diff_mean", 0.08, ENOUGH),
-        "They differ by {now:.2g} in the log-probs of the same tokens since step {since}, at first by {first:.2g}. If "
-        "it began well: does every push arrive, whole? If not: another model, template or temperature.",
+        "They differ by {now:.2g} in the log-probs of the same tokens since step {since}, at first by {first:.2g}; .01 "
+        "to .05 is usual. If it began well, the weights that sample are old: does every push arrive, with everything "
+        "in it? If not: another model, template or temperature, or tokens that no sampler wrote.",
     ),
     (
         "watch", "Importance weights", "stale-server", holds_now("sampling/ess", lambda size: size < 0.5, ENOUGH),
@@ -172,13 +176,14 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
     ),
     (
         "bad", "Nothing is learned", "failures", nothing_learned,
-        "The gradient is 0 since step {since}, although scores differ within groups. What takes the tokens out? "
-        "--mask_truncated where all are cut off, --group_mean_bounds, sampling/left_out, a leave_out of yours.",
+        "The gradient is 0 since step {since}, although scores differ within groups: no token with an advantage is "
+        "left. What takes them out? --mask_truncated where all are cut off, --group_mean_bounds, sampling/left_out, a "
+        "leave_out or advantage of yours.",
     ),
     (
         "bad", "The same reward for all", "silent-groups", same_reward,
-        "The reward was {reward:.3g} for every completion. Does your function know a right answer? If so: harder rows, "
-        "or easier ones, a warm start, partial credit.",
+        "The reward was {reward:.3g} for every completion. Call your function on an answer that is right: does it say "
+        "so? If it does, rows are too hard (a warm start, partial credit) or too easy.",
     ),
     (
         "watch", "Groups without signal", "silent-groups", silent_groups,
@@ -187,41 +192,49 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
     (
         "bad", "Rewards pull apart", "rewards-apart", pulled_apart,
         "{one} rose from {before:.2f} to {after:.2f} while {other} went from {first:.2f} to {last:.2f}: is the first a "
-        "short cut? Read the completions that it likes best; a smaller weight (--reward_weights).",
+        "short cut? Read the completions that it likes best; a smaller weight (--reward_weights), or only where the "
+        "other gave something.",
     ),
     (
         "bad", "Reward by length", "reward-by-length", longer,
         "Completions grew from {first:.0f} to {now:.0f} tokens and the reward with them; held-out rows did not follow. "
-        "Is length itself rewarded? Read the longest.",
+        "Is length itself rewarded? Sort a step's completions by length and read the longest.",
     ),
     (
         "watch", "Cut off", "cut-off", above("completions/clipped_ratio", 0.2, ENOUGH),
-        "{now:.0%} of the completions hit --max_completion_length since step {since}. Raise it, or reward the end.",
+        "{now:.0%} of the completions hit the length limit since step {since}: a higher --max_completion_length, or a "
+        "reward for ending; if they grew until there, is length rewarded?",
     ),
     (
         "bad", "Entropy collapse", "entropy-collapse", entropy_collapse,
-        "Entropy fell from {first:.2g} to {now:.2g} by step {since}, and the reward does not grow ({before:.2f} in the "
-        "middle of the run, {reward:.2f} now). A lower learning rate, --entropy_coef, --epsilon_high or a KL term.",
+        "Entropy fell from {first:.2g} to {now:.2g}, below a seventh of its start since step {since}, and the reward "
+        "does not grow ({before:.2f} in the middle of the run, {reward:.2f} now): the policy hardly explores. A lower "
+        "learning rate, --entropy_coef, clip-higher (--epsilon_high) or a KL term.",
     ),
     (
         "watch", "Entropy rises", "entropy-rises", entropy_rises,
-        "Entropy went from {first:.2g} to {now:.2g}: is it noise? A lower learning rate, --beta, no --entropy_coef.",
+        "Entropy went from {first:.2g} to {now:.2g}. Text that becomes noise looks like this: does a turn still end? A "
+        "lower learning rate, a KL term (--beta), no --entropy_coef.",
     ),
     (
         "bad", "A domain is left behind", "broken-domain", left_behind,
-        "{name}: the reward is {now:.2f}, {most:.2f} at its best; the others' {others:.2f}. Is its function right?",
+        "{name}: the reward is {now:.2f}, {most:.2f} at its best; the others are at {others:.2f}. Call its function on "
+        "a completion that is right.",
     ),
     (
         "bad", "Teacher and template", "another-template", holds_now("distill/first_gap", lambda gap: gap < -2),
-        "The first token has {now:.1f} nats more by the teacher since step {since}: a base model, another template?",
+        "The first token of an answer has {now:.1f} nats more by the teacher than by the policy since step {since}: is "
+        "it a base model, or has it another chat template?",
     ),
     (
         "watch", "Failed calls", "failures", above("tools/failure_frequency", 0.2),
-        "{now:.0%} of the calls of tools fail since step {since}; if they cannot be read: --tool_parser.",
+        "{now:.0%} of the calls of tools fail since step {since}. Can they be read (tools/unreadable_frequency)? If "
+        "not: --tool_parser.",
     ),
     (
         "watch", "No calls", "failures", no_calls,
-        "No trajectory has called a tool since step {since}. scripts/warm_start.py --tools teaches the form of calls.",
+        "There are tools, and no trajectory has called one since step {since}. Does the prompt ask for it, and can the "
+        "model write calls? scripts/warm_start.py --tools teaches the form.",
     ),
     (
         "watch", "Never trained on", "failures", above("async/never_trained", 0.05),
@@ -241,6 +254,8 @@ RULES: list[tuple[str, str, str, Test, str]] = [  # level, title, heading in doc
 
 def notes(curves: Curves, config: dict) -> list[dict]:
     """The rules that apply, as notes; bad ones first."""
-    hits = [(*rule, values) for rule in RULES if (values := rule[3](curves, config))]
-    entries = [dict(level=level, title=title, text=text.format(**v), see=see) for level, title, see, _, text, v in hits]
+    entries = []
+    for level, title, see, test, text in RULES:
+        if values := test(curves, config):
+            entries.append({"level": level, "title": title, "text": text.format(**values), "see": see})
     return sorted(entries, key=lambda note: note["level"] != "bad")

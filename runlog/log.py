@@ -82,7 +82,8 @@ def claim_run(cfg):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a+", encoding="utf-8")
     except OSError as error:
-        raise NotNow(f"--output_dir={cfg.output_dir}: no folder {folder} can be made ({error.strerror}).") from None
+        fault = f"the run folder {folder} cannot be made ({error.strerror}); give one that can be written to"
+        raise NotNow(f"--output_dir={cfg.output_dir}: {fault}.") from None
     os.register_at_fork(after_in_child=file.close)  # else a child that outlives this process would hold the lock
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,6 +168,8 @@ def describe(cfg, policy, sizes: list[int], world: int) -> None:
         print("  One update per step, no KL in the loss: the ratio is 1 and the loss often 0. Watch the reward.")
     if cfg.kl == "k1" and cfg.beta > 0 and not cfg.kl_in_reward:
         print("  Warning: k1 as a loss has no gradient towards the reference; use --kl k2, k3+ or --kl_in_reward.")
+    if cfg.top_p not in (None, 1) or cfg.top_k:
+        print("  Warning: top_p and top_k bias the ratio: the trainer knows the full distribution only.")
 
 
 def completion_rows(

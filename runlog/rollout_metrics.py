@@ -205,7 +205,8 @@ def check_scored(total: dict, cfg: TrainConfig) -> None:
         names = sorted({name for domain in cfg.by_domain() for name in domain.reward_funcs})
         raise RuntimeError(
             f"No reward function ({', '.join(names)}) answered within --reward_timeout={cfg.reward_timeout:g} s, for "
-            f"any of the {total['scored']} completions. Call it by hand; raise the limit if it is slow."
+            f"any of the {total['scored']} completions. Call it on one completion by hand; if it is merely slow, raise "
+            "--reward_timeout."
         )
 
 
@@ -216,4 +217,5 @@ def check_judge(total: dict, cfg: TrainConfig) -> None:
         _SILENT[0] = _SILENT[0] + 1 if total["unanswered"] == total["asked"] else 0
     if _SILENT[0] >= SILENT_STEPS:
         urls = ", ".join(sorted({origin(domain.judge_url) for domain in cfg.by_domain() if domain.judge_url}))
-        raise RuntimeError(f"The judge at {urls} answered nothing in the last {_SILENT[0]} steps: mend it, --resume.")
+        fault = f"answered for no completion of the last {_SILENT[0]} steps; their column `judge` says why"
+        raise RuntimeError(f"The judge at {urls} {fault}. See that it answers, and resume the run (--resume).")

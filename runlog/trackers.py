@@ -39,7 +39,8 @@ def check_trackers(cfg, run_dir: Path) -> None:
 
     local = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if not local and not wandb.login(prompt=False):
-        raise ConfigError("--report_to wandb: not logged in (wandb login, WANDB_API_KEY); or set WANDB_MODE=offline.")
+        remedy = "run `wandb login`, or set WANDB_API_KEY; or set WANDB_MODE=offline and use `wandb sync` later"
+        raise ConfigError(f"--report_to wandb: not logged in; {remedy}.")
 
 
 def table_of(rows: list[dict]) -> dict[str, list]:

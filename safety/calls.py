@@ -136,7 +136,8 @@ def give_up(call: Call) -> None:
     stale = [running for running in late if time.monotonic() - running.given_up > GIVEN_UP_SECONDS]
     names = Counter(name_of(running.function) for running in late).most_common()
     running = ", ".join(f"{name} x {number}" for name, number in names)
-    message = f"calls still run after their time: {running}. Give them limits, or NAME.own_process (docs/limits.md)."
+    remedy = "Give the function a limit of its own, or write NAME.own_process = True below it (docs/limits.md)."
+    message = f"calls that ran out of time are still running, and may take a core each: {running}. {remedy}"
     if len(stale) >= MAX_GIVEN_UP:
         raise TooManyGivenUp(message)
     if len(late) >= FIRST_WARNING:

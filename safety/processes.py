@@ -151,7 +151,8 @@ async def run_in_process(function: Callable, kwargs: dict, seconds: float, read:
     module = sys.modules.get(function.__module__)
     path, name = getattr(module, "__file__", None), function.__name__
     if path is None or vars(module).get(name) is not function:
-        return None, ValueError(f"{name_of(function)}: own_process wants a function that a file has under its own name")
+        fault = f"{name_of(function)}: only a function that a file defines under its own name can have own_process"
+        return None, ValueError(fault)
     arguments, parameters = {}, inspect.signature(function).parameters
     for key, value in kwargs.items():
         try:

@@ -109,8 +109,10 @@ def is_literal(expected, answer) -> bool:
 def containment() -> str:
     """One line on what contains code on this machine."""
     if fault := why_not_contained():
-        return f"nothing that contains it ({fault}): IT REACHES FILES AND THE NETWORK WITH THE RIGHTS OF THIS USER"
-    return "bubblewrap: no network; its own processes, sockets and user; limits on disk, time, memory and processes"
+        rights = "IT REACHES FILES, SOCKETS AND THE NETWORK WITH THE RIGHTS OF THIS USER"
+        return f"nothing that contains it ({fault}): {rights}"
+    limits = f"limits on time, on memory of each process, and at most {PROCESSES} processes"
+    return f"bubblewrap: no network; own processes, sockets and user; only /usr and this Python, read-only; {limits}"
 
 
 def check_contained(functions: Iterable[Callable], cfg) -> None:

@@ -18,11 +18,16 @@ def give_up_rights(job: dict) -> None:
         os.setgroups([])
         os.setresgid(job["user"], job["user"], job["user"])
         os.setresuid(job["user"], job["user"], job["user"])
-    limits = {"AS": job["memory_mb"] * 2**20, "FSIZE": job["disk_mb"] * 2**20, "NOFILE": 128, "CORE": 0}
+    limits = {
+        resource.RLIMIT_AS: job["memory_mb"] * 2**20,
+        resource.RLIMIT_FSIZE: job["disk_mb"] * 2**20,
+        resource.RLIMIT_NOFILE: 128,
+        resource.RLIMIT_CORE: 0,
+    }
     if job["processes"] is not None:  # otherwise the kernel counts all processes of this user
-        limits["NPROC"] = job["processes"]
+        limits[resource.RLIMIT_NPROC] = job["processes"]
     for kind, limit in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
+        resource.setrlimit(kind, (limit, limit))
 
 
 def become(program: str, stdin: str) -> None:

@@ -164,7 +164,9 @@ def memory_bytes(memory: dict) -> bytes:
         torch.save(memory, file)
         return file.getvalue()
     except Exception as error:  # pickling runs the code of any class
-        raise ValueError(f"`memory` holds what a checkpoint cannot keep ({text_of(error):.200})") from error
+        fault = f"`memory` of after_rollout holds what a checkpoint cannot keep ({text_of(error):.200})"
+        allowed = "tensors, numbers, texts, trajectories, and lists, sets and dicts of them"
+        raise ValueError(f"{fault}; give it {allowed}") from error
 
 
 def rank_state(memory: dict) -> dict:
@@ -202,7 +204,8 @@ def read_state(run_dir: Path, step: int) -> dict:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume: {folder}/trainer/state.json cannot be read: {error}. {REMEDY}") from None
     if state.get("format") != FORMAT:
-        raise ConfigError(f"--resume: an older version wrote {folder}. Begin anew: --model_id {folder} --run_name NEW.")
+        remedy = f"Resume with that version, or begin anew from its weights: --model_id {folder} --run_name NEW."
+        raise ConfigError(f"--resume: an older version wrote {folder}. {remedy}")
     return state
 
 
@@ -260,7 +263,8 @@ def load_rank_state(folder: Path, memory: dict) -> None:
     else:
         memories = {torch.load(file, weights_only=False)["memory"] for file in files}
         if len(memories) > 1:
-            raise ConfigError(f"the {len(files)} ranks that saved {folder} had different `memory`; resume on as many.")
+            fault = f"the {len(files)} ranks that saved {folder} had different `memory` (after_rollout)"
+            raise ConfigError(f"--resume: {fault}, so a new rank has none; resume on as many.")
         state = {"memory": memories.pop()}
     memory.update(torch.load(io.BytesIO(state["memory"]), weights_only=False))
 

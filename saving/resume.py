@@ -99,8 +99,9 @@ def check_same(made_with: dict) -> None:
         if names := [name for name in first if name in other and other[name] != first[name]]:
             diff = ", ".join(f"{name} {str(other[name])[:60]} and not {str(first[name])[:60]}" for name in names[:8])
             raise ConfigError(
-                f"rank {rank} has other settings, rows or code than rank 0: {diff}. Start all nodes alike. A function "
-                "of rows must give all ranks the same: shuffle by its `seed`, and sort what comes from a set()."
+                f"rank {rank} has other settings, rows or code than rank 0: {diff}. Start all nodes alike, with the "
+                "same files. A function of rows must give all ranks the same: shuffle by its argument `seed`, and sort "
+                "what comes from a set()."
             )
 
 
@@ -108,7 +109,8 @@ def check_visible(run_dir: Path) -> None:
     """ConfigError naming the ranks that do not see the run folder of rank 0. Collective."""
     ranks = utils.gather_objects((socket.gethostname(), run_dir.is_dir()))
     if blind := [f"rank {rank} on {host}" for rank, (host, is_visible) in enumerate(ranks) if not is_visible]:
-        raise ConfigError(f"--output_dir={run_dir.parent} is not seen by {', '.join(blind[:8])}: have it mounted.")
+        fault = f"{', '.join(blind[:8])} cannot see the run folder of rank 0 on {ranks[0][0]}"
+        raise ConfigError(f"--output_dir={run_dir.parent}: {fault}; give a folder that every node has mounted.")
 
 
 def differences(state: dict, now: dict, cfg: TrainConfig) -> list[str]:

@@ -32,7 +32,8 @@ def run_program(program: str, tests: list[str] | None) -> dict | None:
     if not tests:
         return None
     if isinstance(tests, str) or not all(isinstance(test, str) for test in tests):
-        raise ValueError(f"column `tests` must be a list of python statements; a row has {tests!r:.200}")
+        form = 'a list of python statements, such as ["assert add(1, 2) == 3"]'
+        raise ValueError(f"column `tests` must be {form}; a row has {tests!r:.200}")
     try:
         outcomes, timed_out = run_tests(program, tests)
     except SandboxError as error:

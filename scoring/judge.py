@@ -50,7 +50,7 @@ def judge(completions, prompts, cfg, log_extra=None, **columns) -> list[dict]:
     calls = [THREADS.submit(verdict, question, cfg, deadline) for question in questions]
     wait(calls, max(end - time.monotonic(), 0))
     # A busy server is asked again and again.
-    late = UNSCORED | {"unanswered": 1}, f"(not counted: {http.origin(cfg.judge_url)} gave no answer in time)"
+    late = (UNSCORED | {"unanswered": 1}, f"(not counted: {http.origin(cfg.judge_url)} gave no answer in time)")
     verdicts = [call.result() if call.done() else late for call in calls]
     if log_extra is not None:
         log_extra("judge", [text for _, text in verdicts])

@@ -87,8 +87,11 @@ def reward_model(completions, prompts, cfg) -> list[float]:
         rows = token_ids(completions, prompts, tokenizer, cfg)
         body = {"model": name, "input": rows, "use_activation": False}
         url = http.route(cfg.reward_model, "/classify")
-        seconds = max(deadline - time.monotonic(), 0)
-        return http.ask("POST", url, seconds, body, token(), read=lambda a: [row["probs"][0] for row in a["data"]])
+
+        def read(answer: dict) -> list[float]:
+            return [row["probs"][0] for row in answer["data"]]
+
+        return http.ask("POST", url, max(deadline - time.monotonic(), 0), body, token(), read=read)
     import torch
 
     tokenizer, model = load(cfg.reward_model)

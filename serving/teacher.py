@@ -77,7 +77,8 @@ class TeacherServers:
                 time.sleep(0.5)
             server.model, room = card["id"], card.get("max_model_len") or window + 1
             if room < window + 1:
-                raise ConfigError(f"--teacher_urls: {server.url} has a window of {room}; it needs {window + 1}.")
+                remedy = f"start it with --max-model-len {window + 1}, for prompt, completion and one more"
+                raise ConfigError(f"--teacher_urls: {server.url} has a window of {room} tokens; {remedy}.")
             self._check_vocabulary(server, decode, vocab_size)
             try:
                 self._said(server, [0, 1], top, None, [])
@@ -92,7 +93,8 @@ class TeacherServers:
         """The card of the served model, from /v1/models."""
         cards = {card["id"]: card for card in self._ask(server, "GET", "/v1/models").get("data", [])}
         if len(cards) != 1:
-            raise ConfigError(f"--teacher_urls: {server.url} serves {', '.join(cards) or 'nothing'}, not one model.")
+            served = ", ".join(cards) or "no model"
+            raise ConfigError(f"--teacher_urls: {server.url} serves {served}; give it the teacher alone.")
         return next(iter(cards.values()))
 
     def _check_vocabulary(self, server: Server, decode: Callable, vocab_size: int) -> None:
@@ -102,7 +104,9 @@ class TeacherServers:
             ids = list(range(start, min(start + PIECE, vocab_size)))
             answer = self._ask(server, "POST", "/detokenize", {"model": server.model, "tokens": ids})
             if answer.get("prompt") != decode(ids):
-                raise ConfigError(f"--teacher_urls: {server.url} has other tokens between {ids[0]} and {ids[-1]}.")
+                fault = f"has another vocabulary: tokens {ids[0]} to {ids[-1]} do not all have the policy's texts"
+                remedy = "take a teacher of the policy's family, or train on its answers (supervised) first"
+                raise ConfigError(f"--teacher_urls: {server.url} ({server.model}) {fault}; {remedy}.")
 
     async def score(self, ids: list[int], top: int = 0, images: list | None = None, expanded: list[int] = ()) -> Scores:
         """The teacher's log-probs at every token but the first; TeacherError if they are unusable or late.
@@ -121,7 +125,8 @@ class TeacherServers:
                 causes.append(str(error).rstrip("."))
             finally:
                 server.load -= 1
-        raise TeacherError(f"no log-probs of the teacher: {'; '.join(causes)}. See --request_timeout.")
+        remedy = f"Look at its terminal; start it again, or raise --request_timeout (now {self.seconds:g} s)."
+        raise TeacherError(f"the teacher gave no log-probs: {'; '.join(causes)}. {remedy}")
 
     def _said(self, server: Server, ids: list[int], top: int, images: list | None, expanded: list[int]) -> Scores:
         if images:

@@ -30,7 +30,8 @@ def make_generator(cfg: TrainConfig, hf_model: nn.Module, processor, device: tor
 
         window, needed = window_of(hf_model.config), cfg.max_prompt_length + cfg.max_completion_length
         if window and needed > window:
-            say_once(f"{cfg.model_id} has a window of {window} tokens, not {needed}: some completions end there.")
+            flags = f"--max_prompt_length + --max_completion_length = {needed}"
+            say_once(f"{cfg.model_id} has a window of {window} tokens, less than {flags}: some completions end there.")
         if cfg.load_in:
             generator = PolicyGenerator(hf_model, processor, getattr(torch, cfg.compute_dtype))
         else:
@@ -86,7 +87,9 @@ def check_model(urls: list[str], infos: list, config, window: int) -> None:
                 f"{trained_sizes}. Start the server with the trainer's --model_id as its --model."
             )
         if info.window < window:
-            raise ConfigError(f"{url} has a window of {info.window} tokens; start it with --max-model-len {window}.")
+            needed = f"--max_prompt_length + --max_completion_length come to {window}"
+            remedy = f"lower them, or start it with --max-model-len {window}"
+            raise ConfigError(f"{url} has a window of {info.window} tokens, but {needed}: {remedy}.")
 
 
 def choose_adapters(client: VLLMClient, infos: list, hf_model: nn.Module, cfg: TrainConfig) -> None:

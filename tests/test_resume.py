@@ -204,7 +204,7 @@ def test_what_differs_is_said(broken):
 def test_a_checkpoint_of_an_older_format_is_refused_in_a_line(tmp_path):
     (tmp_path / "checkpoints/step_1/trainer").mkdir(parents=True)
     (tmp_path / "checkpoints/step_1/trainer/state.json").write_text('{"step": 1}', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"an older version wrote \S+step_1\. Begin anew"):
+    with pytest.raises(ConfigError, match=r"an older version wrote \S+step_1\."):
         checkpoints.read_state(tmp_path, 1)
 
 
