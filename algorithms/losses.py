@@ -57,6 +57,16 @@ def tis(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]
     return -log_ratio(logprobs, batch).exp().clamp(max=1).detach() * batch.advantages * logprobs, {}
 
 
+def luffy(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
+    """ppo, but -A p / (p + .1) on demonstrations (nan in sampling_logprobs), where p = pi of the token: the weight does
+    not vanish on tokens that the policy hardly ever samples.  2504.14945.  [B, T]"""
+    loss, stats = clipped_surrogate(log_ratio(logprobs, batch).exp(), batch, cfg)
+    if batch.sampling_logprobs is None:
+        return loss, stats
+    p = logprobs.exp()
+    return torch.where(batch.sampling_logprobs.isnan(), -batch.advantages * p / (p + 0.1), loss), stats
+
+
 def topr(logprobs: Tensor, batch: Batch, cfg: TrainConfig) -> tuple[Tensor, dict]:
     """Plain gradient for completions with a positive score, truncated weights for others.  2503.14286.  [B, T]"""
     good = batch.scores[:, None] > 0
@@ -183,7 +193,7 @@ clip_cov.prepare, kl_cov.prepare = random_of_high_covariance, highest_covariance
 
 MORE_LOSSES = {
     "cispo": cispo, "luspo": luspo, "gmpo": gmpo, "sapo": sapo, "tis": tis, "topr": topr, "kimi": kimi, "dro": dro,
-    "vespo": vespo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "clip_cov": clip_cov, "kl_cov": kl_cov,
+    "luffy": luffy, "vespo": vespo, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "clip_cov": clip_cov, "kl_cov": kl_cov,
 }  # fmt: skip
 
 

@@ -217,6 +217,17 @@ def test_sequence_losses_against_plain_loops():
                 assert float(matrices[name][row, t]) == pytest.approx(expected, abs=1e-9), name
 
 
+def test_luffy_shapes_demonstrations_alone():
+    new, batch = golden_batch()
+    batch.advantages = ADVANTAGES["grpo"](batch, TrainConfig())
+    batch.sampling_logprobs = torch.zeros_like(new.detach())
+    batch.sampling_logprobs[::2] = torch.nan
+    found, plain = (POLICY_LOSSES[name](new, batch, TrainConfig())[0].detach() for name in ("luffy", "ppo"))
+    p = new.detach().exp()
+    assert torch.equal(found[1::2], plain[1::2])
+    assert torch.allclose(found[::2], -(batch.advantages * p / (p + 0.1))[::2])
+
+
 def test_clip_statistics_match_the_published_fraction():
     new, batch = golden_batch()
     batch.advantages = torch.tensor(GOLDEN["adv"]["grpo"]["adv"], dtype=torch.float64)
