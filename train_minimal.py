@@ -1,7 +1,7 @@
 """GRPO on one page: rows in, a better model out. Read it from top to bottom; train_grpo.py has what is left out here.
 
     python scripts/make_models.py smollm2 models/SmolLM2-135M-Instruct    # or --model_id: any text model for chats
-    python train_minimal.py --generator hf --learning_rate 5e-5 --max_steps 10    # .04 of held-out sums right, then .5
+    python train_minimal.py --generator hf --learning_rate 5e-5 --max_steps 10  # 4 minutes on a CPU: .04 right, then .5
 
 With a server (its window, here 256 tokens, has to hold prompt and completion) and two ranks that train:
 
