@@ -30,8 +30,8 @@ from config import ConfigError, TrainConfig, parse_args, public_config
 
 
 class Settings(TrainConfig):  # subclasses of TrainConfig become dataclasses by themselves
-    """The flags of this script; the comment behind each is its help. Other fields of config.py are no flags, and have
-    defaults. A line here makes one a flag (dist_timeout); the algorithm's (beta, top_p) are not read even then."""
+    """The flags of this script; the comment behind each is its help. Other fields of config.py keep their defaults; a
+    line makes one a flag. Those of data, prompts, rewards, servers and time limits work (dist_timeout), no others."""
 
     own_flags_alone = True  # the command line has the flags below, --config and --help
     first_run = "--generator hf"  # suggested when started without arguments and without VLLM_SERVER_TOKEN
@@ -125,7 +125,7 @@ async def sample(
     prompts = [prompt_ids(row, generator.tokenizer, cfg) for row in rows]  # in the model's chat template
     # From softmax(logits / temperature), as in `token_logprobs`: without top_p and top_k.
     how = dict(n=count, max_tokens=cfg.max_completion_length, temperature=cfg.temperature)
-    completions = await asyncio.gather(*(generator.generate(prompt, **how) for prompt in prompts))  # `hf` makes a batch
+    completions = await asyncio.gather(*(generator.generate(prompt, **how) for prompt in prompts))  # as one batch
     trajectories: list[Trajectory] = []
     for row, prompt, group in zip(rows, prompts, completions, strict=True):
         utils.check_fresh(group, range(step, step + 1), cfg.generator)  # an error if other weights sampled any token
@@ -143,7 +143,7 @@ async def sample(
             )
             for c in group
         ]
-    starts = range(0, len(trajectories), count)  # a prompt's at once; functions that take over 30 s give 0
+    starts = range(0, len(trajectories), count)  # one call a prompt; over 30 s it gives 0
     await asyncio.gather(*(score(trajectories[start : start + count], rewards, cfg) for start in starts))
     if any(t.info["unrewarded"] for t in trajectories):  # filled in by `score`, as is info["reward"]
         raise RuntimeError("All rewards of a completion were None. train_grpo.py can go on; this script cannot.")
@@ -259,7 +259,7 @@ def push_weights(model: nn.Module, generator, version: int) -> None:
         generator.begin_push()
         for start in range(0, len(named), 32):  # a part at a time, as sending copies it, cast to the generator's dtype
             generator.send_bucket(named[start : start + 32])
-        generator.finish_push(version)  # an error if a weight is missing
+        generator.finish_push(version)  # an error if a weight is missing; cached prefixes are dropped
     dist.barrier()  # no rank samples before the weights are there
 
 
