@@ -20,7 +20,8 @@ Section 1 is the loop, 8 the policy, reference and optimizer, 10 the evaluation,
 Read train_minimal.py first: the same algorithm in 340 lines. To try an idea you need not read this whole file. For an
 advantage read section 5; for a loss the beginning of 5, section 6 and `micro_loss` in 7, which calls it; for a rollout
 the beginning of section 3; for an optimizer `make_optimizer`. docs/ideas.md has ideas that work. To remove a feature,
-delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.`
+delete its import and every line with `teachers.`, `colocate.`, `gpu.`, `agreement.` or `router_replay.` (then with
+--router_replay off).
 
 Deliberate differences from the papers and from TRL:
 
@@ -37,7 +38,8 @@ vocabulary size. The fields of Batch (batch.py) that matter most: `loss_mask` [B
 `advantages` [B, T]; `groups` [B] is equal for the completions of one prompt, which are adjacent; `reward_components`
 [B, functions] is what each of --reward_funcs returned (0 for None, inf in a demonstration), `scores` [B] their sum by
 --reward_weights (give 0 to a function that your advantage alone reads), `shaped_scores` [B] the scores after
-`shape_rewards` (section 5). In forward passes and losses a row may be part of a completion: one whose context starts
+`shape_rewards` (section 5). Losses also have `old_logprobs` [B, T] (`pi_old`, section 4) and the generator's
+`sampling_logprobs` [B, T]. In forward passes and losses a row may be part of a completion: one whose context starts
 anew, as an agent's may, becomes several rows (`split_restarts`). With --domains `cfg.of(row)` is the config of a data
 row's domain; otherwise it is cfg.
 """
@@ -736,7 +738,7 @@ def accumulate_gradients(policy: nn.Module, batch: Batch, cfg: TrainConfig, loss
     row_learns = (batch.loss_mask if batch.advantages is None else batch.advantages).any(1).tolist()
     passes = micro_batches(batch, cfg, row_learns)  # lists of row numbers; those with a learning row come last
     # Called in place of the policy. What it returns are leaves: the loss's gradient stops there, and goes on through
-    # the model unless it is 0 on every rank. So a KL term counts in passes without a learning row, too.
+    # the model unless it is 0 on every rank (a KL term's is not). A loss reaches parameters in this way alone.
     two_stage = TwoStageBackward(policy)
     for number, rows in enumerate(passes):
         part, last = batch.select(rows), number + 1 == len(passes)
