@@ -3,6 +3,7 @@
 import multiprocessing.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -30,6 +31,14 @@ def secrets_end_with_their_test():
     """A secret that was read stays in this process; the next test, of another file perhaps, must not send it."""
     with mock.patch.dict(secrets._read):
         yield
+
+
+@pytest.fixture(autouse=True)
+def runs_end_with_their_test():
+    """A run that failed in a test is still open in this process, and its folder is gone with the test."""
+    yield
+    if log := sys.modules.get("runlog.log"):
+        log.OPEN.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -144,8 +144,10 @@ def test_a_process_of_its_own_is_killed_with_what_it_started_and_started_again(t
     squares, hangs, leaves, stops = (load_function(f"{tmp_path}/own.py:{name}") for name in names)
     assert outcome(squares, 20, numbers=[1, 2], log=lambda: 0) == ([1.0, 4.0], None)
     assert outcome(hangs, 3.0, path=str(tmp_path / "pid")) is None
-    child = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+    child, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+        assert time.monotonic() < deadline, "the child of a killed process still runs"
+        time.sleep(0.05)
     for function, error in ((leaves, "status 3"), (stops, "returned nothing")):
         result, raised = outcome(function, 20, numbers=[1])
         assert result is None and error in str(raised)

@@ -67,7 +67,7 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
     (tmp_path / "config.json").write_text((make_tiny() / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
     CriticTrainer.check(TrainConfig(model_id=str(make_tiny()), critic_model_id=str(make_tiny())), tokenizer)
-    for critic, message in ((tmp_path, "token 300 is"), (tmp_path / "none", "no such folder")):
+    for critic, message in ((tmp_path, "token 300 is"), (tmp_path / "none", "no folder")):
         with pytest.raises(ConfigError, match=f"(?s){critic}.*{message}"):
             CriticTrainer.check(TrainConfig(model_id=str(make_tiny()), critic_model_id=str(critic)), tokenizer)
 
