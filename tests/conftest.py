@@ -27,16 +27,11 @@ SERVED = [f"test_{name}" for name in SERVED]
 
 
 @pytest.fixture(autouse=True)
-def secrets_end_with_their_test():
-    """A secret that was read stays in this process; the next test, of another file perhaps, must not send it."""
+def nothing_outlives_its_test():
+    """A secret that was read stays in this process, and the next test, of another file perhaps, must not send it. A run
+    that failed is still open, and its folder goes with the test."""
     with mock.patch.dict(secrets._read):
         yield
-
-
-@pytest.fixture(autouse=True)
-def runs_end_with_their_test():
-    """A run that failed in a test is still open in this process, and its folder is gone with the test."""
-    yield
     if log := sys.modules.get("runlog.log"):
         log.OPEN.clear()
 

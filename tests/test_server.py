@@ -478,7 +478,6 @@ def test_a_server_that_loads_ends_at_once():
     time.sleep(2)
     live.process.send_signal(signal.SIGTERM)
     assert live.process.wait(5) == 1 and not psutil.wait_procs(engines, 5)[1]
-    assert "stopped while loading" in live.log.read_text(encoding="utf-8")
     live.stop()
 
 
