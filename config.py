@@ -662,7 +662,7 @@ def unknown_argument(argument: str, names: list[str]) -> ConfigError:
         return ConfigError(f"unexpected {argument!r}. Switches take no value: --flag is on, --no-flag off. See --help.")
     word = argument.split("=")[0].lstrip("-").replace("-", "_").lower()
     scripts = dict.fromkeys((f.name for f in flags(TrainConfig)), "train_grpo.py") | OF_OTHER_SCRIPTS
-    if word in scripts:
+    if word in scripts and word not in names:
         return ConfigError(f"unknown argument {argument!r}: it is one of {scripts[word]}.")
     guess = nearest(word.removeprefix("no_"), names)
     hint = f"Did you mean --{guess}?" if guess else "See --help all."

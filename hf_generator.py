@@ -188,7 +188,8 @@ class HFGenerator:
                         request.future.set_result(result)
             except Exception as error:  # any error of the model's code is raised where the request is awaited
                 for request in batch:
-                    request.future.set_exception(error)
+                    if not request.future.done():
+                        request.future.set_exception(error)
 
     def _together(self, queue: list[_Request]) -> list[_Request]:
         """The requests that can share a batch with the first one."""

@@ -40,7 +40,7 @@ class Typed:
         for _ in range(n):
             if self.texts is None:
                 print(f"\n{tokenizer.decode(prompt_ids[self.shown :])}")
-            text = input("you: ") if self.texts is None else next(self.texts)
+            text = input("you: ") if self.texts is None else next(self.texts, "")
             ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             cut = len(ids) > max_tokens
             ids = ids[:max_tokens]

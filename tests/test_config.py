@@ -61,6 +61,7 @@ def test_values_of_every_type(line, name, value, tmp_path):
         ("--strategy fsdp3", "'fsdp3'; known are ddp, fsdp, fsdp2. Did you mean 'fsdp'?"),
         ("--learnig_rate 1", "'--learnig_rate'. Did you mean --learning_rate?"),
         ("--server_token a", "'--server_token'"),  # ps shows flags
+        ("--Learning_Rate 1", "'--Learning_Rate'. Did you mean --learning_rate?"),
         ("--model 1", "Did you mean --model_id?"),  # no silent abbreviations
     ],
 )

@@ -69,6 +69,9 @@ def test_ctrl_c_while_a_batch_is_sampled_is_no_error_of_it(base, monkeypatch):
 
     cancelled, other = asyncio.run(sample())
     assert isinstance(cancelled, asyncio.CancelledError) and len(other[0].token_ids) <= 2
+    monkeypatch.setattr(generator, "_draw", lambda scores: tasks[0].cancel() and 1 / 0)
+    cancelled, other = asyncio.run(sample())
+    assert isinstance(cancelled, asyncio.CancelledError) and isinstance(other, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,22 @@ def test_tools_answer_who_types(capsys, monkeypatch, tmp_path):
     assert "Look." in asked and "completion 0: reward 0" in answered and "A| do|or|." in answered
 
 
+def test_an_agent_that_asks_again_gets_an_empty_answer(capsys, tmp_path):
+    """A typed completion is one turn; --hand types them all."""
+    (tmp_path / "agent.py").write_text(
+        "import openai\n\ndef run(row, endpoint):\n"
+        "    client = openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)\n"
+        "    messages = [{'role': 'user', 'content': '1 + 1?'}]\n"
+        "    for _ in range(2):\n"
+        "        answer = client.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message\n"
+        "        messages += [answer, {'role': 'user', 'content': 'Sure?'}]\n"
+        "    return 0.5\n",
+        encoding="utf-8",
+    )
+    tried.main([*FLAGS, "--agent", f"{tmp_path}/agent.py:run", "--reward_funcs", "environment", "--completion", "12"])
+    assert "completion 0: reward 0.5" in capsys.readouterr().out
+
+
 def test_the_page_asks_the_same(tmp_path):
     app = make_app(tmp_path, "a token", [sys.executable, "scripts/try.py", *FLAGS, "--gpus", "2"])
     page = TestClient(app, headers={"Authorization": "Bearer a token"})
