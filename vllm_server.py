@@ -20,7 +20,6 @@ Training also works with `vllm serve` and the flags that docs/serving.md names. 
 import argparse
 import asyncio
 import contextlib
-import getpass
 import hmac
 import json
 import os
@@ -209,9 +208,8 @@ def get_ready(args: argparse.Namespace, vllm_args: list[str]) -> None:
     Token.token, secure = args.token, any(word.startswith("--ssl-certfile") for word in vllm_args)
     ADDRESS = f"{'https' if secure else 'http'}://{args.host}:{args.port}"
     print(f"vllm_server: loading {args.model}", flush=True)
-    # For sockets and stores, which vLLM leaves where they are; what torch has compiled stays where it looks for it.
-    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    # For sockets and stores, which vLLM leaves where they are. What torch has compiled is kept for the next server.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     FOLDER = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 bytes
     os.environ["TMPDIR"] = tempfile.tempdir = FOLDER
     basics = ["--model", args.model, "--host", args.host, "--port", str(args.port)]

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -412,6 +413,7 @@ def test_what_vllm_is_started_with(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "argv", ["vllm_server.py"])
     monkeypatch.setattr(vllm_server.Token, "token", "")
+    monkeypatch.setattr("getpass.getuser", mock.Mock(side_effect=KeyError))  # as in a container, for a uid without name
     plain = started()
     assert (plain.host, plain.max_loras, plain.max_lora_rank, plain.ssl_certfile) == ("127.0.0.1", 4, 64, None)
     assert f"token {vllm_server.Token.token} " in capsys.readouterr().out and len(vllm_server.Token.token) > 20
