@@ -126,6 +126,8 @@ def without_logprobs(trajectories: list, memory: dict, step: int, cfg: TrainConf
 def main(cfg: WarmConfig) -> None:
     if not cfg.demonstrations or not function_path(cfg.demonstrations):
         raise ConfigError("--demonstrations: give file.py:function, (row, environment, answers) -> text.")
+    if cfg.domains:  # a rollout of their own would sample
+        raise ConfigError("domains: warm_start.py demonstrates one task; give the settings of one domain as flags.")
     function, sampled = load_function(cfg.demonstrations), script.ROLLOUTS[cfg.rollout]
 
     async def rollout(rows: list[dict], generator, cfg: TrainConfig) -> list:
@@ -142,4 +144,5 @@ if __name__ == "__main__":
     try:
         main(CONFIG)
     except ConfigError as error:
-        sys.exit(f"warm_start.py: error: {error}")
+        print(f"warm_start.py: error: {error}", file=sys.stderr)
+        raise SystemExit(error.status) from None

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from config import TrainConfig, load_function
+from config import ConfigError, TrainConfig, load_function
 from rewards import get_reward_functions, score
 from runfiles.reading import read_metrics
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny"
 sys.path.append(str(ROOT / "scripts"))
-from warm_start import demonstrate  # noqa: E402
+from warm_start import WarmConfig, demonstrate, main  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,13 @@ def test_an_agent_is_shown_to(generator):
         said = generator.tokenizer.decode([token for token, mask in zip(t.token_ids, t.loss_mask, strict=True) if mask])
         ends = said.replace(generator.tokenizer.eos_token, "")
         assert ends == f"<calculator>{t.row['expression']}</calculator><final_answer>{t.row['answer']}</final_answer>"
+
+
+def test_one_task_is_shown():
+    """Rows of a domain with another rollout would be sampled by the model, and learned as if they had been shown."""
+    domains = [{"name": name, "dataset_id": "reasoning_gym:chain_sum"} for name in "ab"]
+    with pytest.raises(ConfigError, match="demonstrates one task"):
+        main(WarmConfig(demonstrations="examples/arithmetic.py:demonstrate", domains=domains))
 
 
 @pytest.mark.slow
