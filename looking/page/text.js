@@ -27,7 +27,7 @@ export function nodes(text) {
 export function short(value, distance = Infinity) {
   if (typeof value !== "number") return "–";
   const size = Math.abs(value);
-  const digits = Math.max(size >= 100 ? 4 : 3, Math.ceil(Math.log10(size / distance)) + 1);
+  const digits = Math.max(size >= 100 ? 4 : 3, Math.ceil(Math.log10(size / (distance || Infinity))) + 1);
   const rounded = Number(value.toPrecision(digits));
   return size >= 1e5 || (size > 0 && size < 1e-3) ? rounded.toExponential().replace("e+", "e") : String(rounded);
 }
